@@ -103,10 +103,12 @@ def emulate_backward(
         numbers: Scalars after the scale.
     """
     module = load_module(kernel)
-    planned = (*planned, *(torch.empty(one.shape, device="meta") for one in extra_inputs))
+    planned = (*planned, *(torch.empty(array.shape, device="meta") for array in extra_inputs))
     (programs,), shapes, integers = module.launch_plan(*planned)
     made = module.descriptors(*planned, stats, *([None] * (len(shapes) - 1)))
-    descriptors = [Descriptor(one, memory[name]) for name, parts in made.items() for one in parts]
+    descriptors = [
+        Descriptor(descriptor, memory[name]) for name, parts in made.items() for descriptor in parts
+    ]
     sums = Sums()
 
     waiting = iter(range(programs))

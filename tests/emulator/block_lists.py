@@ -26,7 +26,7 @@ class Lists(NamedTuple):
     @property
     def written(self) -> tuple[Array, ...]:
         """All of them, flat."""
-        return tuple(one.reshape(-1) for one in self if one.size)
+        return tuple(array.reshape(-1) for array in self if array.size)
 
     @property
     def workspaces(self) -> tuple[Array, ...]:
@@ -46,19 +46,19 @@ def block_lists(problem: Problem, config: HopperConfig, bias: Tensor) -> Lists:
     words = np.full((tables, groups, blocks, rows, 4) if is_mask else 0, -1, np.int32)
     all_kinds = np.zeros((tables, groups, blocks), np.int32)
     for table in range(tables):
-        one = bias.reshape(-1, *bias.shape[2:])[table // tiles].expand(queries, keys).numpy()
-        seen = by_position & (one if is_mask else one != -np.inf)
-        bare = seen if is_mask else ~by_position | (one == 0)
+        values = bias.reshape(-1, *bias.shape[2:])[table // tiles].expand(queries, keys).numpy()
+        seen = by_position & (values if is_mask else values != -np.inf)
+        bare = seen if is_mask else ~by_position | (values == 0)
         kinds = all_kinds[table]
         for group in range(groups):
             first = (table % tiles * groups + group) * rows
             for block in range(blocks):
-                place = slice(first, first + rows), slice(block * width, (block + 1) * width)
+                tile = slice(first, first + rows), slice(block * width, (block + 1) * width)
                 short = block * width + width > keys and is_mask
-                whole = bare[place].all() and not short
-                kinds[group, block] = (WHOLE if whole else PARTIAL) if seen[place].any() else HIDDEN
+                whole = bare[tile].all() and not short
+                kinds[group, block] = (WHOLE if whole else PARTIAL) if seen[tile].any() else HIDDEN
                 if is_mask and kinds[group, block] != WHOLE:
-                    words[table, group, block] = packed(seen[place], rows, width)
+                    words[table, group, block] = packed(seen[tile], rows, width)
         _write(lists[table], kinds, config.num_stages - 1)
     return Lists(all_kinds, words, lists)
 
@@ -70,27 +70,29 @@ def lists_of_blocks(problem: Problem, config: HopperConfig, side: ExtraInputs) -
     counts, indices = side.block_counts, side.block_indices
     groups = config.num_consumer_groups
     rows, width, size = config.rows_per_group // config.pack_gqa, config.block_n, problem.block_mask
-    one_list = size % (groups * rows) == 0
-    parts = 1 if one_list else groups
+    has_shared_list = size % (groups * rows) == 0
+    parts = 1 if has_shared_list else groups
     queries, keys = problem.seqlen_q, problem.seqlen_kv
     batches, heads = (1 if not counts.stride(axis) else counts.shape[axis] for axis in (0, 1))
     batches = problem.batch if problem.kv_lengths else batches
     tiles, blocks = -(-queries // (groups * rows)), -(-keys // width)
     longest = min(blocks, parts * size // width * indices.shape[3])
-    lists = np.full((batches, heads, tiles, 1 if one_list else groups + 1, longest + 3), -1, np.int32)
+    lists = np.full((batches, heads, tiles, 1 if has_shared_list else groups + 1, longest + 3), -1, np.int32)
     for batch, head, tile in np.ndindex(batches, heads, tiles):
         own_keys = keys if side.seqlens_kv is None else int(side.seqlens_kv[batch])
         near = visible(problem, queries, own_keys).numpy()
         kinds = np.zeros((parts, blocks), int)
         for group in range(parts):
             first = (tile * groups + group) * rows
-            place = first // size
-            count = int(counts[batch, head, place]) if first < queries else 0
-            for block in (int(one) for one in indices[batch, head, min(place, counts.shape[2] - 1), :count]):
+            row = first // size
+            count = int(counts[batch, head, row]) if first < queries else 0
+            for block in (
+                int(index) for index in indices[batch, head, min(row, counts.shape[2] - 1), :count]
+            ):
                 for start in range(block * size, min((block + 1) * size, own_keys), width):
-                    rows_of = slice(first, first + (groups * rows if one_list else rows))
+                    rows_of = slice(first, first + (groups * rows if has_shared_list else rows))
                     kinds[group, start // width] = WHOLE * near[rows_of, start : start + width].any()
-        if one_list:
+        if has_shared_list:
             listed = [block for block in reversed(range(blocks)) if kinds[0, block]]
             entries = [block * 16 for block in listed] or [1]
             lists[batch, head, tile, 0, [0, *range(3, 3 + len(entries))]] = [len(entries), *entries]

@@ -56,7 +56,7 @@ def emulate_backward(
     (programs,), shapes, integers = module.launch_plan(*tensors)
     workspaces = [torch.empty(shape, device="meta") for shape in shapes]
     made = module.descriptors(*tensors, *workspaces)
-    descriptors = [Descriptor(one, memory[name]) for name, (one,) in made.items()]
+    descriptors = [Descriptor(descriptor, memory[name]) for name, (descriptor,) in made.items()]
     sums = Sums(shapes[1][0] * shapes[1][1], config.block_m, width)
     key_tile = [plain(module.ROWS), plain(module.WIDTH)]
     with small_steps():

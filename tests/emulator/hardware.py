@@ -55,13 +55,13 @@ class Clock:
             self._threads += len(jobs)
             running = [threads.submit(run, job) for job in jobs]
             self._wait(lambda: not left[0], lambda: False)
-        for one in running:
-            one.result()
+        for future in running:
+            future.result()
 
-    def _wait(self, predicate: Callable[[], bool], is_given_up: Callable[[], bool]) -> None:
+    def _wait(self, predicate: Callable[[], bool], is_cancelled: Callable[[], bool]) -> None:
         self._waits.append(predicate)
         self._look()
-        self.changed.wait_for(lambda: predicate() or is_given_up())
+        self.changed.wait_for(lambda: predicate() or is_cancelled())
         self._waits.remove(predicate)
 
     def _look(self) -> None:
@@ -215,8 +215,8 @@ class Pointer:
 
     def read(self) -> Any:
         """A number, or a tensor of the numbers at several addresses."""
-        found = self.memory[self.offset]
-        return Tensor(found) if np.ndim(self.offset) else found.item()
+        values = self.memory[self.offset]
+        return Tensor(values) if np.ndim(self.offset) else values.item()
 
     def write(self, value: Tensor, mask: Tensor) -> None:
         written, offset = np.broadcast_arrays(mask.values, self.offset)

@@ -32,7 +32,7 @@ def in_python(kernel: Kernel, name: str) -> Callable[..., Any]:
         where=lambda test, yes, no: yes if test else no,
         minimum=min,
         maximum=max,
-        load=lambda place: place.values[place.offset],
+        load=lambda pointer: pointer.values[pointer.offset],
         tensor=int,
         constexpr=int,
     )
@@ -43,9 +43,9 @@ def in_python(kernel: Kernel, name: str) -> Callable[..., Any]:
     }
     names: dict[str, Any] = {
         "gl": gl,
-        "gluon": SimpleNamespace(jit=lambda one: one, constexpr_function=lambda one: one),
-        "aggregate": lambda one: one,
-        **{name: one.value for name, one in constants.items() if one is not None},
+        "gluon": SimpleNamespace(jit=lambda function: function, constexpr_function=lambda function: function),
+        "aggregate": lambda function: function,
+        **{name: value.value for name, value in constants.items() if value is not None},
     }
     exec(compile(ast.Module(wanted, []), name, "exec"), names)
     if name in names:

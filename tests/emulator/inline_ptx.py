@@ -20,9 +20,10 @@ LOW = 0xFFFFFFFF
 def _permuted(a: Array, b: Array, selector: Array) -> Array:
     """Four bytes of two words, by the digits of a selector."""
     both = a | b << np.uint64(32)
-    places = [int(selector) >> 4 * place & 7 for place in range(4)]
+    source_bytes = [int(selector) >> 4 * position & 7 for position in range(4)]
     chosen = [
-        (both >> np.uint64(8 * byte) & 0xFF) << np.uint64(8 * place) for place, byte in enumerate(places)
+        (both >> np.uint64(8 * byte) & 0xFF) << np.uint64(8 * position)
+        for position, byte in enumerate(source_bytes)
     ]
     word: Array = np.bitwise_or.reduce(chosen)
     return word
@@ -71,48 +72,48 @@ OPERATIONS: dict[str, Callable[..., Array]] = {
 }
 
 
-def emulate_ptx(asm: str, operands: str, given: list[object]) -> Tensor:
-    """The one tensor that instructions without branches return; `given` are broadcast together.
+def emulate_ptx(asm: str, operands: str, operand_values: list[object]) -> Tensor:
+    """The one tensor that instructions without branches return; `operand_values` are broadcast together.
 
     Words are kept in 64 bits without a sign, in which products of two of them have room.
     """
     kinds = operands.split(",")[1:]
-    assert len(kinds) == len(given)
+    assert len(kinds) == len(operand_values)
     values: dict[str, Array] = {}
-    for place, (kind, one) in enumerate(zip(kinds, given, strict=True), start=1):
-        array = np.asarray(plain(one))
-        values[f"${place}"] = array.astype(np.uint64) if kind == "r" else array.astype(np.float64)
+    for index, (kind, value) in enumerate(zip(kinds, operand_values, strict=True), start=1):
+        array = np.asarray(plain(value))
+        values[f"${index}"] = array.astype(np.uint64) if kind == "r" else array.astype(np.float64)
 
     return Tensor(_run(asm, values)["$0"])
 
 
-def emulate_rows(asm: str, given: list[Any]) -> Tensor:
+def emulate_rows(asm: str, operand_values: list[Any]) -> Tensor:
     """The scores that a thread's instructions return, for scores and words [rows, eights, 4, 2].
 
     A thread has two columns of each eight, in two rows, eight rows apart. It alternates between them.
     """
-    scores, words = np.broadcast_arrays(*(np.asarray(plain(one)) for one in given))
+    scores, words = np.broadcast_arrays(*(np.asarray(plain(value)) for value in operand_values))
     eights = scores.shape[1]
     by_thread = (-1, 2, 8, eights, 4, 2)
-    places = [array.reshape(by_thread).transpose(0, 2, 4, 3, 1, 5) for array in (scores, words)]
+    by_lane = [array.reshape(by_thread).transpose(0, 2, 4, 3, 1, 5) for array in (scores, words)]
     count = 4 * eights
-    flat = [array.reshape(*array.shape[:3], count) for array in places]
+    flat = [array.reshape(*array.shape[:3], count) for array in by_lane]
     values: dict[str, Array] = {}
-    for place in range(count):
-        values[f"${count + place}"] = flat[0][..., place]
-        values[f"${2 * count + place}"] = flat[1][..., place].astype(np.int64).astype(np.uint64)
-    found = _run(asm, values)
-    joined = np.stack([found[f"${place}"] for place in range(count)], -1).reshape(places[0].shape)
+    for index in range(count):
+        values[f"${count + index}"] = flat[0][..., index]
+        values[f"${2 * count + index}"] = flat[1][..., index].astype(np.int64).astype(np.uint64)
+    results = _run(asm, values)
+    joined = np.stack([results[f"${index}"] for index in range(count)], -1).reshape(by_lane[0].shape)
     return Tensor(joined.transpose(0, 4, 1, 3, 2, 5).reshape(scores.shape))
 
 
-def emulate_fours(asm: str, given: list[Any]) -> Tensor:
+def emulate_fours(asm: str, operand_values: list[Any]) -> Tensor:
     """The 16-bit numbers that instructions return for 8-bit integers, four neighbouring columns at a time."""
-    stored = np.asarray(plain(given[0]))
+    stored = np.asarray(plain(operand_values[0]))
     words = np.ascontiguousarray(stored.astype(np.int8)).view(np.uint32).astype(np.uint64)
-    found = _run(asm, {"$2": words})
+    results = _run(asm, {"$2": words})
     numbers = _bf16 if "bf16x2" in asm else _fp16
-    pairs = [numbers(found[name]).astype(np.float64) for name in ("$0", "$1")]
+    pairs = [numbers(results[name]).astype(np.float64) for name in ("$0", "$1")]
     return Tensor(np.concatenate(pairs, -1).reshape(stored.shape))
 
 

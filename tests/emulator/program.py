@@ -69,7 +69,9 @@ class Program:
         """Globals of the rendered functions."""
         count = self.groups
         constants = {
-            name: getattr(one, "value", one) for name, one in vars(self.module).items() if name.isupper()
+            name: getattr(value, "value", value)
+            for name, value in vars(self.module).items()
+            if name.isupper()
         }
         self.scope = {
             **constants,
@@ -119,13 +121,13 @@ class Program:
         }
         return self.scope
 
-    def store_p(self, p: Tensor, place: Any) -> None:
+    def store_p(self, p: Tensor, destination: Any) -> None:
         """Stores 8-bit probabilities in shared memory, or in the registers of a group."""
         p = self.scope["in_fours"](p)
-        if isinstance(place, Shared):
-            place.store(p)
+        if isinstance(destination, Shared):
+            destination.store(p)
         else:
-            self.kept[place] = p
+            self.kept[destination] = p
 
     def language(self) -> SimpleNamespace:
         def where(test: Any, yes: Any, no: Any) -> Any:
@@ -134,10 +136,10 @@ class Program:
             return yes if test else no
 
         def of_two(function: Any) -> Callable[[Any, Any], Any]:
-            return lambda one, other: (
-                Tensor(function(plain(one), plain(other)))
-                if isinstance(one, Tensor) or isinstance(other, Tensor)
-                else function(one, other).item()
+            return lambda left, right: (
+                Tensor(function(plain(left), plain(right)))
+                if isinstance(left, Tensor) or isinstance(right, Tensor)
+                else function(left, right).item()
             )
 
         def of_one(function: Any) -> Callable[..., Tensor]:
@@ -178,16 +180,16 @@ class Program:
             exp2=of_one(np.exp2),
             abs=of_one(np.abs),
             log2=of_one(np.log2),
-            fma=lambda one, other, added: one * other + added,
+            fma=lambda left, right, added: left * right + added,
             load=self.load,
             store=lambda pointer, value, mask: pointer.write(value, mask),
             static_range=range,
-            inline_asm_elementwise=lambda asm, operands, given, *_: (
-                emulate_rows(asm, given)
+            inline_asm_elementwise=lambda asm, operands, operand_values, *_: (
+                emulate_rows(asm, operand_values)
                 if operands.startswith("=&f,=&f")
-                else emulate_fours(asm, given)
+                else emulate_fours(asm, operand_values)
                 if operands == "=r,=r,r"
-                else emulate_ptx(asm, operands, given)
+                else emulate_ptx(asm, operands, operand_values)
             ),
             convert_layout=lambda value, _: value,
             BlockedLayout=lambda *_: None,
@@ -297,25 +299,27 @@ def emulate(
     """
     module = load_module(kernel)
     # A bias, mask or block mask is no argument of the kernel: it is described, or listed by the prologue.
-    described = [one for one in extra_inputs if one.ndim == BIAS_DIMS and len(memory) > len(tensors)]
-    passed = [one for one in extra_inputs if one.ndim < LISTED_DIMS]
-    made = module.descriptors(*tensors, *(_like(one) for one in described))
-    descriptors = [Descriptor(one, flat) for parts, flat in zip(made, memory, strict=True) for one in parts]
+    described = [array for array in extra_inputs if array.ndim == BIAS_DIMS and len(memory) > len(tensors)]
+    passed = [array for array in extra_inputs if array.ndim < LISTED_DIMS]
+    made = module.descriptors(*tensors, *(_like(array) for array in described))
+    descriptors = [
+        Descriptor(descriptor, flat) for parts, flat in zip(made, memory, strict=True) for descriptor in parts
+    ]
     # Scales are no arguments of the launch plan.
     planned = () if tensors[0].dtype is E4M3 else extra_inputs
-    starts = [_like(one) for one in planned]
+    starts = [_like(array) for array in planned]
     integers = module.launch_plan(*tensors, *starts)[2]
     addressed = [
         flat
         for name, flat in zip(("q", "k", "v"), memory, strict=False)
-        if name in (one.name for one in kernel.arguments)
+        if name in (argument.name for argument in kernel.arguments)
     ]
     with small_steps():
         for number in range(programs):
             program = Program(number, programs, module)
             names = program.names()
             exec(functions_of(kernel, names), names)
-            pointers = [Pointer(one.reshape(-1)) for one in (*passed, *workspaces)]
+            pointers = [Pointer(array.reshape(-1)) for array in (*passed, *workspaces)]
             rows = [Pointer(flat) for flat in addressed]
             names[kernel.entry](*descriptors, *rows, Pointer(lse), *pointers, scale, *numbers, *integers)
 
@@ -330,7 +334,7 @@ def _is_run(node: ast.stmt, emulated: Collection[str]) -> bool:
     """Returns whether a statement defines a jitted function or an aggregate without an emulation."""
     if not isinstance(node, (ast.FunctionDef, ast.ClassDef)) or node.name in emulated:
         return False
-    return any(ast.unparse(one).startswith(RUN) for one in node.decorator_list)
+    return any(ast.unparse(decorator).startswith(RUN) for decorator in node.decorator_list)
 
 
 def functions_of(kernel: Kernel, emulated: Collection[str]) -> CodeType:

@@ -89,7 +89,7 @@ class Noted:
 def queued(*noted: tuple[Noted, str]) -> tuple[Stage, ...]:
     """Kernels with the names of their arguments. Descriptors are named `described`, first."""
     stages = []
-    for one, names in noted:
+    for recorder, names in noted:
         described, *rest = names.split() if names.startswith("described") else ["", *names.split()]
-        stages.append(Stage(one.queue, tuple(rest), bool(described)))
+        stages.append(Stage(recorder.queue, tuple(rest), bool(described)))
     return tuple(stages)

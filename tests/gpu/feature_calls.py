@@ -30,14 +30,14 @@ def check_dense(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> None:
     close(testing.attention_inputs(q, k, v, **options), result)
 
 
-def check_varlen(*given: Any, **options: Any) -> None:
-    result = flashtune.attention_varlen(*given, **options | GENERATED)
-    close(testing.varlen_inputs(*given, **options), result)
+def check_varlen(*arguments: Any, **options: Any) -> None:
+    result = flashtune.attention_varlen(*arguments, **options | GENERATED)
+    close(testing.varlen_inputs(*arguments, **options), result)
 
 
-def check_paged(*given: Any, **options: Any) -> None:
-    result = flashtune.attention_paged(*given, **options | GENERATED)
-    close(testing.paged_inputs(*given, **options), result)
+def check_paged(*arguments: Any, **options: Any) -> None:
+    result = flashtune.attention_paged(*arguments, **options | GENERATED)
+    close(testing.paged_inputs(*arguments, **options), result)
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -45,7 +45,7 @@ def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def on_gpu(cache: Paged, dtype: torch.dtype = torch.bfloat16) -> Paged:
-    return Paged(*(tensor.cuda() for tensor in (*(one.to(dtype) for one in cache[:2]), *cache[2:])))
+    return Paged(*(tensor.cuda() for tensor in (*(pool.to(dtype) for pool in cache[:2]), *cache[2:])))
 
 
 def cache_of(keys: tuple[int, ...] = KEYS, **shape: Any) -> Paged:

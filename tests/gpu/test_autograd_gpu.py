@@ -45,7 +45,7 @@ def test_both_passes_are_captured_and_replayed(way: str, options: dict[str, Any]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = call(q, k, v)
-        found = torch.autograd.grad(out, (q, k, v), dout)
+        captured = torch.autograd.grad(out, (q, k, v), dout)
     outs = []
     for step in range(3):
         with torch.no_grad():
@@ -54,10 +54,10 @@ def test_both_passes_are_captured_and_replayed(way: str, options: dict[str, Any]
                 q.copy_(torch.randn_like(q) * (step + 1))
         graph.replay()
         outs.append(out.clone())
-        same_mask(out, dout, v, found[2])
+        same_mask(out, dout, v, captured[2])
         if "dropout_p" not in options:
-            for one, other in zip(found, gradients(q, k, v, dout, **asked), strict=True):
-                assert torch.equal(one, other)
+            for gradient, expected in zip(captured, gradients(q, k, v, dout, **asked), strict=True):
+                assert torch.equal(gradient, expected)
     assert not torch.equal(outs[0], outs[1])
     assert not torch.equal(outs[1], outs[2])
 
@@ -75,12 +75,12 @@ def test_compiled_calls(layout: str, options: dict[str, Any]) -> None:
         return (out * dout).sum(), out
 
     total, out = torch.compile(loss, fullgraph=True)(q, k, v)
-    found = torch.autograd.grad(total, (q, k, v))
-    same_mask(out.detach(), dout, v.detach(), found[2])
+    compiled_gradients = torch.autograd.grad(total, (q, k, v))
+    same_mask(out.detach(), dout, v.detach(), compiled_gradients[2])
     if "dropout_p" not in options:
         eager = torch.autograd.grad(loss(q, k, v)[0], (q, k, v))
-        for one, other in zip(found, eager, strict=True):
-            torch.testing.assert_close(one, other, atol=2e-2, rtol=2e-2)
+        for gradient, expected in zip(compiled_gradients, eager, strict=True):
+            torch.testing.assert_close(gradient, expected, atol=2e-2, rtol=2e-2)
 
 
 @pytest.mark.parametrize("options", [{}, {"dropout_p": DROPOUT}], ids=str)
@@ -98,9 +98,9 @@ def test_checkpointing(reentrant: bool, options: dict[str, Any]) -> None:
     # Random numbers drawn in between do not matter: the forward pass is computed again as it was.
     torch.rand(3, device=DEVICE)
     result.backward()
-    for one, other in zip((q.grad, k.grad, v.grad), expected, strict=True):
-        assert one is not None
-        assert torch.equal(one, other)
+    for gradient, reference in zip((q.grad, k.grad, v.grad), expected, strict=True):
+        assert gradient is not None
+        assert torch.equal(gradient, reference)
 
 
 def test_torch_func() -> None:
@@ -110,16 +110,16 @@ def test_torch_func() -> None:
         return attend(q, k, v, deterministic=True).float().square().sum()
 
     expected = torch.autograd.grad(loss(q, k, v), (q, k, v))
-    given = q.detach(), k.detach(), v.detach()
+    inputs = q.detach(), k.detach(), v.detach()
     for transformed in (torch.func.grad(loss, argnums=(0, 1, 2)), by_vjp(loss)):
-        for one, other in zip(transformed(*given), expected, strict=True):
-            assert torch.equal(one, other)
+        for gradient, reference in zip(transformed(*inputs), expected, strict=True):
+            assert torch.equal(gradient, reference)
 
 
 def by_vjp(loss: Any) -> Any:
-    def transformed(*given: Tensor) -> tuple[Tensor, ...]:
-        total, back = torch.func.vjp(loss, *given)[:2]
-        found: tuple[Tensor, ...] = back(torch.ones_like(total))
-        return found
+    def transformed(*inputs: Tensor) -> tuple[Tensor, ...]:
+        total, back = torch.func.vjp(loss, *inputs)[:2]
+        results: tuple[Tensor, ...] = back(torch.ones_like(total))
+        return results
 
     return transformed

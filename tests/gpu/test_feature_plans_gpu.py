@@ -104,14 +104,14 @@ def test_compile_traces_one_operator() -> None:
 def test_cached_shapes_have_low_host_time() -> None:
     token, cache = normal(len(KEYS), HEADS, WIDTH), cache_of()
     plan = flashtune.plan_paged(token, *cache, prefer="generated")
-    given = packed()
-    q, k, v, begins, ends, *_ = given
-    ragged = flashtune.plan_varlen(*given, causal=True, prefer="generated")
+    arguments = packed()
+    q, k, v, begins, ends, *_ = arguments
+    ragged = flashtune.plan_varlen(*arguments, causal=True, prefer="generated")
     calls: tuple[Callable[[], object], ...] = (
         lambda: plan(token, *cache),
         lambda: flashtune.attention_paged(token, *cache, prefer="generated"),
         lambda: ragged(q, k, v, begins, ends),
-        lambda: flashtune.attention_varlen(*given, causal=True, prefer="generated"),
+        lambda: flashtune.attention_varlen(*arguments, causal=True, prefer="generated"),
     )
     for call in calls:
         call()

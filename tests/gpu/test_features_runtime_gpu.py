@@ -76,8 +76,8 @@ def test_packed_sequences_match_sdpa_per_sequence() -> None:
     for start, end in itertools.pairwise(borders):
         if start == end:
             continue
-        one_q, one_k, one_v = (tensor[None, start:end].transpose(1, 2) for tensor in (q, k, v))
-        alone = scaled_dot_product_attention(one_q, one_k, one_v, is_causal=True, enable_gqa=True)
+        own_q, own_k, own_v = (tensor[None, start:end].transpose(1, 2) for tensor in (q, k, v))
+        alone = scaled_dot_product_attention(own_q, own_k, own_v, is_causal=True, enable_gqa=True)
         torch.testing.assert_close(out[start:end], alone[0].transpose(0, 1), atol=TOLERANCE, rtol=TOLERANCE)
 
 
@@ -101,10 +101,10 @@ def test_misaligned_and_strided_views() -> None:
 def test_caches_of_8_bits(dtype: torch.dtype) -> None:
     cache = paged(KEYS, kv_heads=KV_HEADS, widths=(WIDTH, WIDTH))
     factor = 20 if dtype is torch.int8 else 1
-    k, v = ((one.nan_to_num() * factor).round(decimals=1).to(dtype).cuda() for one in cache[:2])
+    k, v = ((pool.nan_to_num() * factor).round(decimals=1).to(dtype).cuda() for pool in cache[:2])
     for shape in ((1,), (KV_HEADS,), (len(k), KV_HEADS)):
         scales = {name: (0.5 + torch.rand(shape)).cuda() / factor for name in ("k_scale", "v_scale")}
-        check_paged(normal(len(KEYS), HEADS, WIDTH), k, v, *(one.cuda() for one in cache[2:]), **scales)
+        check_paged(normal(len(KEYS), HEADS, WIDTH), k, v, *(tensor.cuda() for tensor in cache[2:]), **scales)
 
 
 def test_latent_values() -> None:

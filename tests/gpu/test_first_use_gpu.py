@@ -80,8 +80,8 @@ def test_one_warning_reports_many_failures(monkeypatch: pytest.MonkeyPatch) -> N
         for length in (300, 301, 302):
             q, k, v = tensors(length, 400)
             testing.close(flashtune.attention(q, k, v, causal=True), reference(q, k, v, True).out)
-    ours = [one for one in told if one.category is FlashtuneWarning]
-    assert ["self-check" in str(one.message) for one in ours] == [True]
+    ours = [warning for warning in told if warning.category is FlashtuneWarning]
+    assert ["self-check" in str(warning.message) for warning in ours] == [True]
 
 
 def test_plan_runs_the_self_check_before_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,36 +60,36 @@ def test_cache_matches_the_cpu_bitwise(case: dict[str, Any]) -> None:
             for cache, its_slots in zip(caches, slots, strict=True):
                 cache.append(k.to(cache.device), v.to(cache.device), its_slots, layer=layer)
 
-    one, two = ({cache.add() for cache in caches}.pop() for _ in range(2))
-    extend([one, two], [200, 33])
+    first, second = ({cache.add() for cache in caches}.pop() for _ in range(2))
+    extend([first, second], [200, 33])
     for _ in range(20):
-        extend([two, one], [1, 1])
-    fork = {cache.fork(one) for cache in caches}.pop()
-    extend([one, fork, two], [3, 5, 1])
+        extend([second, first], [1, 1])
+    fork = {cache.fork(first) for cache in caches}.pop()
+    extend([first, fork, second], [3, 5, 1])
     for cache in caches:
         cache.truncate(fork, 221)
     extend([fork], [20])
-    sequences = [one, two, fork]
+    sequences = [first, second, fork]
     assert torch.equal(caches[0].block_table(sequences), caches[1].block_table(sequences).cpu())
     assert torch.equal(caches[0].lengths(sequences), caches[1].lengths(sequences).cpu())
     for sequence in sequences:
         slots = caches[0].slots(sequence, caches[0].length(sequence))
         page, row = slots // 16, slots % 16
         for layer in range(LAYERS):
-            for right, found in zip(caches[0].layer(layer), caches[1].layer(layer), strict=True):
-                if right.shape[-1]:
+            for host_pool, gpu_pool in zip(caches[0].layer(layer), caches[1].layer(layer), strict=True):
+                if host_pool.shape[-1]:
                     elements = [
-                        bits(pool).view(*pool.shape[:3], -1).transpose(1, 2) for pool in (right, found)
+                        bits(pool).view(*pool.shape[:3], -1).transpose(1, 2) for pool in (host_pool, gpu_pool)
                     ]
                     assert torch.equal(*(pool[page, row] for pool in elements))
     if case.get("page_scales"):
         used = caches[0].block_table(sequences).unique().long()
-        for right_scales, found_scales in zip(
+        for host_scales, gpu_scales in zip(
             (caches[0].k_scales, caches[0].v_scales), (caches[1].k_scales, caches[1].v_scales), strict=True
         ):
-            assert right_scales is not None
-            assert found_scales is not None
-            assert torch.equal(right_scales[:, used], found_scales.cpu()[:, used])
+            assert host_scales is not None
+            assert gpu_scales is not None
+            assert torch.equal(host_scales[:, used], gpu_scales.cpu()[:, used])
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -104,11 +104,11 @@ def test_graph_appends_at_the_given_slots(case: dict[str, Any]) -> None:
     with torch.cuda.graph(graph):
         cache.append(k, v, slots)
     assert not cache.keys.view(torch.uint8).any(), "negative slots go nowhere"
-    live = [{one.add() for one in (cache, plain)}.pop() for _ in range(batch)]
+    live = [{each.add() for each in (cache, plain)}.pop() for _ in range(batch)]
     for step in range(40):
         if step == 25:
-            for one in (cache, plain):
-                one.free(live[1])
+            for each in (cache, plain):
+                each.free(live[1])
             del live[1]
         for buffer, new in zip((k, v), projected(cache, batch, generator), strict=True):
             buffer.copy_(new)

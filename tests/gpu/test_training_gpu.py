@@ -32,11 +32,11 @@ def test_losses_match_sdpa(name: str, tmp_path: Path) -> None:
     program = [sys.executable, "-m", "examples.training", *RUNS[name], "--save", str(saved)]
     said = subprocess.run(program, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert said.returncode == 0, said.stdout + said.stderr
-    found = json.loads(saved.read_bytes())
-    assert found["difference"] <= found["tolerance"] < 0.2 * found["runs"][0]["losses"][0]
-    for run in found["runs"]:
+    report = json.loads(saved.read_bytes())
+    assert report["difference"] <= report["tolerance"] < 0.2 * report["runs"][0]["losses"][0]
+    for run in report["runs"]:
         first, last = (sum(part) / 10 for part in (run["losses"][:10], run["losses"][-10:]))
         assert last < 0.8 * first, run["name"]
         assert min(run["step_ms"]) > 0
-    theirs, ours = (run["peak_bytes"] for run in found["runs"][:2])
+    theirs, ours = (run["peak_bytes"] for run in report["runs"][:2])
     assert 0 < ours <= 1.1 * theirs

@@ -30,13 +30,13 @@ def kept() -> tuple[Tensor, Tensor]:
 @pytest.fixture
 def queries(kept: tuple[Tensor, Tensor]) -> list[tuple[Tensor, Tensor]]:
     """Queries and their attention, each computed alone."""
-    found = []
+    pairs = []
     for _ in range(4):
         q = torch.randn(1, 32, 1, 128, dtype=torch.bfloat16, device="cuda")
         out = decode(q, kept)
         torch.cuda.synchronize()
-        found.append((q, out))
-    return found
+        pairs.append((q, out))
+    return pairs
 
 
 @pytest.mark.parametrize("own_streams", [False, True])
@@ -96,7 +96,7 @@ def test_compiled_calls_in_graphs_leave_nothing_in_the_pool(
 ) -> None:
     """The first call of a new stream comes from the warm-up of `torch.compile`'s graphs."""
     q, expected = queries[0]
-    compiled = torch.compile(lambda *given: 1 * decode(given[0], given[1:]), mode="reduce-overhead")
+    compiled = torch.compile(lambda *inputs: 1 * decode(inputs[0], inputs[1:]), mode="reduce-overhead")
     for _ in range(4):
         out = compiled(q, *kept)
         assert torch.equal(out, expected)

@@ -58,6 +58,6 @@ def definition(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> t
     return scores.softmax(-1) @ v, scores.logsumexp(-1)
 
 
-def close(found: Any, wanted: Any) -> None:
-    for one, other in zip(found, wanted, strict=True):
-        torch.testing.assert_close(one.double(), other.double(), atol=2e-5, rtol=2e-5)
+def close(actual: Any, wanted: Any) -> None:
+    for gradient, reference in zip(actual, wanted, strict=True):
+        torch.testing.assert_close(gradient.double(), reference.double(), atol=2e-5, rtol=2e-5)

@@ -77,12 +77,12 @@ def check_dense(q: Tensor, k: Tensor, v: Tensor, tolerance: float = 2e-5, **opti
     assert alone.is_contiguous()
 
 
-def check_varlen(*given: Any, **options: Any) -> None:
-    result = flashtune.attention_varlen(*given, return_lse=True, **options)
-    agrees(varlen_call(*given, return_lse=True, **options), result)
+def check_varlen(*arguments: Any, **options: Any) -> None:
+    result = flashtune.attention_varlen(*arguments, return_lse=True, **options)
+    agrees(varlen_call(*arguments, return_lse=True, **options), result)
 
 
-def check_paged(*given: Any, **options: Any) -> None:
-    result = flashtune.attention_paged(*given, return_lse=True, **options)
-    agrees(paged_call(*given, return_lse=True, **options), result)
-    assert torch.equal(flashtune.attention_paged(*given, **options), result[0])
+def check_paged(*arguments: Any, **options: Any) -> None:
+    result = flashtune.attention_paged(*arguments, return_lse=True, **options)
+    agrees(paged_call(*arguments, return_lse=True, **options), result)
+    assert torch.equal(flashtune.attention_paged(*arguments, **options), result[0])

@@ -61,17 +61,17 @@ def appended_slots() -> Iterator[list[int]]:
 @pytest.mark.sampled
 @pytest.mark.parametrize(("layout", "widths"), [("nhd", (24, 16)), ("hnd", (64, 0))])
 @pytest.mark.parametrize(
-    ("dtype", "growing", "given"),
+    ("dtype", "growing", "plain"),
     [
         *((dtype, False, dtype) for dtype in PLAIN),
-        *((dtype, False, given) for dtype in (E4M3, torch.int8) for given in PLAIN),
-        *((dtype, True, given) for dtype in (E4M3, torch.int8) for given in (torch.float32, torch.bfloat16)),
+        *((dtype, False, plain) for dtype in (E4M3, torch.int8) for plain in PLAIN),
+        *((dtype, True, plain) for dtype in (E4M3, torch.int8) for plain in (torch.float32, torch.bfloat16)),
     ],
 )
 def test_kernel_matches_torch(
     dtype: torch.dtype,
     growing: bool,
-    given: torch.dtype,
+    plain: torch.dtype,
     widths: tuple[int, int],
     layout: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -83,23 +83,23 @@ def test_kernel_matches_torch(
         slots = torch.tensor(places)
         # Rows of a projection that gives queries, keys and values at once; they become larger.
         both = torch.randn(len(places), 3, sum(widths) + 8, generator=generator) * 4.0 ** (step - 2)
-        k, v = both.to(given)[..., 8:].split(widths, -1)
+        k, v = both.to(plain)[..., 8:].split(widths, -1)
         append_rows(k, v, *kernel, slots)
         by_torch(k, v, torch_too, slots, monkeypatch)
         written.update(slot for slot in places if slot >= 0)
     rows = torch.tensor(sorted(written))
-    for one, other in zip(kernel, torch_too, strict=True):
-        found, right = (
+    for own, reference in zip(kernel, torch_too, strict=True):
+        actual, right = (
             bits(pool.elements).view(*pool.elements.shape[:3], -1).transpose(1, 2).flatten(0, 1)
-            for pool in (one, other)
+            for pool in (own, reference)
         )
-        assert torch.equal(found[rows], right[rows])
-        untouched = torch.ones(len(found), dtype=torch.bool).index_fill_(0, rows, False)
-        assert not found[untouched].any()
+        assert torch.equal(actual[rows], right[rows])
+        untouched = torch.ones(len(actual), dtype=torch.bool).index_fill_(0, rows, False)
+        assert not actual[untouched].any()
         if growing:
-            assert one.scale is not None
-            assert other.scale is not None
-            assert torch.equal(one.scale, other.scale)
+            assert own.scale is not None
+            assert reference.scale is not None
+            assert torch.equal(own.scale, reference.scale)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
@@ -109,16 +109,16 @@ def test_every_16_bit_value_is_quantised_correctly(
 ) -> None:
     numbers = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     k = numbers.view(64, 1, 1024)
-    found, right = (torch.zeros(1, 1, 64, 1024, dtype=dtype) for _ in range(2))
+    actual, right = (torch.zeros(1, 1, 64, 1024, dtype=dtype) for _ in range(2))
     scale, slots = torch.ones(1, 1), torch.arange(64)
-    append_rows(k, k[..., :0], Pool(found, scale), Pool(found[..., :0], scale), slots)
+    append_rows(k, k[..., :0], Pool(actual, scale), Pool(actual[..., :0], scale), slots)
     by_torch(k, k[..., :0], (Pool(right, scale), Pool(right[..., :0], scale)), slots, monkeypatch)
     if dtype is torch.int8:
-        assert torch.equal(found, right)
+        assert torch.equal(actual, right)
         return
     nan = right.float().isnan()
-    assert torch.equal(found.float().isnan(), nan)
-    assert torch.equal(bits(found)[~nan], bits(right)[~nan])
+    assert torch.equal(actual.float().isnan(), nan)
+    assert torch.equal(bits(actual)[~nan], bits(right)[~nan])
 
 
 @pytest.mark.parametrize("dtype", [E4M3, torch.int8])
@@ -139,10 +139,10 @@ def test_every_8_bit_code_is_requantised_correctly(
             torch.testing.assert_close(first, codes[0, 0], rtol=0, atol=0, equal_nan=True)
         empty = Pool(pools[1].elements[..., :0], pools[1].scale, True)
         by_torch(rows, rows[..., :0], (pools[1], empty), slots, monkeypatch)
-    found, right = (pool.elements[0, 0, :2].float() for pool in pools)
+    actual, right = (pool.elements[0, 0, :2].float() for pool in pools)
     assert pools[0].scale == pools[1].scale == 4
-    torch.testing.assert_close(found, right, rtol=0, atol=0, equal_nan=True)
-    assert bool(found[0].isnan().any()) is (dtype is E4M3), "what was no number stays none"
+    torch.testing.assert_close(actual, right, rtol=0, atol=0, equal_nan=True)
+    assert bool(actual[0].isnan().any()) is (dtype is E4M3), "what was no number stays none"
 
 
 def test_offsets_of_more_than_31_bits() -> None:
@@ -154,8 +154,8 @@ def test_offsets_of_more_than_31_bits() -> None:
     slots = torch.tensor([pages * 16 - 1, 5])
     for growing in (False, True):
         scale = torch.ones(pages, 1) if growing else pool.scale
-        one = Pool(pool.elements, scale, growing)
-        append_rows(k, k[..., :0], one, Pool(pool.elements[..., :0], scale, growing), slots)
+        keys = Pool(pool.elements, scale, growing)
+        append_rows(k, k[..., :0], keys, Pool(pool.elements[..., :0], scale, growing), slots)
         # Scales of pages that are not begun are as they were.
         assert pool.elements[-1, 0, -1].unique().tolist() == [1]
         assert pool.elements[0, 0, 5].unique().tolist() == [2]

@@ -45,20 +45,20 @@ def test_16_bit_kernel_accepts_only_float32_tensors(family: Family) -> None:
     out = scores.softmax(-1) @ v.repeat_interleave(2, 1)
     dout = torch.randn_like(out)
     gradients = torch.autograd.grad(out, (q, k, v), dout)
-    q, k, v, out, lse = (one.detach() for one in (q, k, v, out, scores.logsumexp(-1)))
+    q, k, v, out, lse = (tensor.detach() for tensor in (q, k, v, out, scores.logsumexp(-1)))
     message = "^q has dtype torch.bfloat16, expected float32: TRITON_INTERPRET corrupts 16-bit products$"
     if hasattr(module, "attention"):
         with pytest.raises(ValueError, match=message):
-            module.attention(*(one.bfloat16() for one in (q, k, v)))
-        found = module.attention(q, k, v)
+            module.attention(*(tensor.bfloat16() for tensor in (q, k, v)))
+        results = module.attention(q, k, v)
         expected: tuple[torch.Tensor, ...] = out, lse
     else:
         with pytest.raises(ValueError, match=message):
-            module.attention_backward(*(one.bfloat16() for one in (q, k, v, out)), lse, dout.bfloat16())
-        found = module.attention_backward(q, k, v, out, lse, dout)
+            module.attention_backward(*(tensor.bfloat16() for tensor in (q, k, v, out)), lse, dout.bfloat16())
+        results = module.attention_backward(q, k, v, out, lse, dout)
         expected = gradients
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    for result, reference in zip(results, expected, strict=True):
+        torch.testing.assert_close(result, reference, rtol=1e-4, atol=1e-4)
 
 
 def test_a_kernel_of_quantized_keys_is_refused() -> None:

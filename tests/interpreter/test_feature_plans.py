@@ -40,9 +40,9 @@ def test_shared_prefix() -> None:
         flashtune.attention_paged(q[:3], *cache, shared_prefix=20)
     with pytest.raises(ProblemError, match="shared_prefix does not go with window"):
         flashtune.attention_paged(q[:3], *cache, shared_prefix=16, window=(40, 0))
-    for place in (2, 3):
+    for index in (2, 3):
         listed: list[Any] = list(cache)
-        listed[place] = listed[place].tolist()
+        listed[index] = listed[index].tolist()
         with pytest.raises(ProblemError, match="is a list: pass a torch tensor"):
             flashtune.attention_paged(q[:3], *listed, shared_prefix=32)
     none = k_cache, v_cache, table[:0], lengths[:0]
@@ -84,9 +84,9 @@ def test_plans() -> None:
     with pytest.raises(ProblemError, match="attn_bias and attn_mask are both given"):
         masked(q, k, v, attn_mask=mask, attn_bias=bias)
 
-    given = packed()
-    ragged = flashtune.plan_varlen(*given, causal=True)
-    q, k, v, begins, ends, *_ = given
+    arguments = packed()
+    ragged = flashtune.plan_varlen(*arguments, causal=True)
+    q, k, v, begins, ends, *_ = arguments
     out = ragged(q, k, v, begins, ends)
     assert not torch.equal(ragged(q, k, v, starts((5, 5, 5, 5, 5)), ends), out), "lengths are read anew"
     token = torch.randn(len(KEYS), HEADS, WIDTH)
@@ -121,12 +121,12 @@ def test_gradients() -> None:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", flashtune.FlashtuneWarning)
-        found = gradients(flashtune.attention)
+        own = gradients(flashtune.attention)
         by_operator = gradients(compiled(flashtune.attention))
-    assert len(found) == 4
-    torch.testing.assert_close(by_operator, found)
+    assert len(own) == 4
+    torch.testing.assert_close(by_operator, own)
     right = gradients(in_float64)
-    for gradient, wanted in zip(found, right, strict=True):
+    for gradient, wanted in zip(own, right, strict=True):
         torch.testing.assert_close(gradient, wanted, atol=1e-4, rtol=1e-4)
 
 
@@ -134,9 +134,9 @@ def in_float64(q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor, **_: object) -
     """Causal attention with a window of 5, a cap of 2 and sinks, by operators that autograd knows."""
     k, v = k.double().repeat_interleave(2, 1), v.double().repeat_interleave(2, 1)
     scores = 2 * torch.tanh(q.double() @ k.mT * WIDTH**-0.5 / 2)
-    place = torch.arange(q.shape[2])[:, None] + k.shape[2] - q.shape[2]
+    position = torch.arange(q.shape[2])[:, None] + k.shape[2] - q.shape[2]
     key = torch.arange(k.shape[2])
-    scores = scores.masked_fill((key > place) | (key < place - 5), -torch.inf)
+    scores = scores.masked_fill((key > position) | (key < position - 5), -torch.inf)
     sink = sinks.double()[None, :, None, None].expand(*scores.shape[:3], 1)
     return torch.cat([scores, sink], -1).softmax(-1)[..., :-1] @ v
 
@@ -162,8 +162,8 @@ def test_compile_traces_one_operator() -> None:
         )
 
     torch.testing.assert_close(compiled(attend)(q, k, v, sinks), attend(q, k, v, sinks))
-    given = packed()
-    tensors, longest = given[:5], given[5:]
+    arguments = packed()
+    tensors, longest = arguments[:5], arguments[5:]
 
     def ragged(*tensors: Any) -> Any:
         return flashtune.attention_varlen(*tensors, *longest, causal=True)

@@ -34,9 +34,9 @@ def test_transforms(way: str) -> None:
         batches = [torch.stack([tensor, tensor + 1]) for tensor in (q, k, v)]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # there is a loop where no rule is
-            found = torch.func.vmap(gradients)(*batches)
-        close([one[0] for one in found], wanted)
-        close([one[1] for one in found], expected(q + 1, k + 1, v + 1))
+            batched = torch.func.vmap(gradients)(*batches)
+        close([gradient[0] for gradient in batched], wanted)
+        close([gradient[1] for gradient in batched], expected(q + 1, k + 1, v + 1))
     elif way == "compiled":
         close(torch.compile(gradients, backend="aot_eager", fullgraph=True)(q, k, v), wanted)
     else:
@@ -54,10 +54,10 @@ def test_activation_checkpointing(reentrant: bool) -> None:
 def test_concurrent_backward_passes() -> None:
     wanted = expected(*tensors())
     with ThreadPoolExecutor(4) as threads:
-        for found in threads.map(
-            lambda one: torch.autograd.grad(loss(*one), one), [tensors() for _ in range(4)]
+        for gradients in threads.map(
+            lambda inputs: torch.autograd.grad(loss(*inputs), inputs), [tensors() for _ in range(4)]
         ):
-            close(found, wanted)
+            close(gradients, wanted)
 
 
 def test_saved_tensor_hooks_may_move_tensors() -> None:
@@ -116,8 +116,8 @@ def test_second_derivatives_are_refused(way: str) -> None:
     if way == "func":
 
         def first(q: Tensor) -> Tensor:
-            found: Tensor = torch.func.grad(loss)(q, k.detach(), v.detach())
-            return found.square().sum()
+            gradient: Tensor = torch.func.grad(loss)(q, k.detach(), v.detach())
+            return gradient.square().sum()
 
         with pytest.raises(ProblemError, match="differentiated twice"):
             torch.func.grad(first)(q.detach())
@@ -159,9 +159,9 @@ def test_suggested_loop_computes_batches_of_gradients() -> None:
     out, back = torch.func.vjp(attend, q, k, v)[:2]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # there is a loop where no rule is
-        found = torch.func.vmap(back)(torch.stack([out, 2 * out]))
-    for place, factor in enumerate((1, 2)):
-        close([one[place] for one in found], back(factor * out))
+        batched = torch.func.vmap(back)(torch.stack([out, 2 * out]))
+    for index, factor in enumerate((1, 2)):
+        close([gradient[index] for gradient in batched], back(factor * out))
 
 
 @pytest.mark.parametrize("way", ["func", "dual"])

@@ -38,10 +38,10 @@ def test_gradient_of_lse_is_included() -> None:
     q, k, v = tensors()
     out, lse = flashtune.attention(q, k, v, causal=True, return_lse=True, prefer="generated")
     weights = torch.randn(lse.shape)
-    found = torch.autograd.grad(out.square().sum() + (lse * weights).sum(), (q, k, v))
+    gradients = torch.autograd.grad(out.square().sum() + (lse * weights).sum(), (q, k, v))
     wide = [tensor.detach().double().requires_grad_() for tensor in (q, k, v)]
     out, lse = definition(*wide)
-    close(found, torch.autograd.grad(out.square().sum() + (lse * weights).sum(), wide))
+    close(gradients, torch.autograd.grad(out.square().sum() + (lse * weights).sum(), wide))
     lse = flashtune.attention(q, k, v, causal=True, return_lse=True, prefer="generated")[1]
     alone = torch.autograd.grad((lse * weights).sum(), (q, k))
     close(alone, torch.autograd.grad((definition(*wide)[1] * weights).sum(), wide[:2]))
@@ -50,10 +50,10 @@ def test_gradient_of_lse_is_included() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_gradients_have_their_inputs_types(dtype: torch.dtype) -> None:
     q, k, v = (tensor.detach().to(dtype).requires_grad_() for tensor in tensors())
-    found = torch.autograd.grad(loss(q, k, v), (q, k, v))
-    assert {gradient.dtype for gradient in found} == {dtype}
-    for one, other in zip(found, expected(q, k, v), strict=True):
-        torch.testing.assert_close(one.double(), other, atol=5e-2, rtol=5e-2)
+    gradients = torch.autograd.grad(loss(q, k, v), (q, k, v))
+    assert {gradient.dtype for gradient in gradients} == {dtype}
+    for actual, reference in zip(gradients, expected(q, k, v), strict=True):
+        torch.testing.assert_close(actual.double(), reference, atol=5e-2, rtol=5e-2)
 
 
 @pytest.mark.parametrize("way", ["expanded", "transposed", "every_other", "misaligned"])
@@ -77,12 +77,12 @@ def test_output_gradient_may_have_any_strides(way: str) -> None:
 def test_gradients_have_the_strides_of_inputs() -> None:
     q, k, v = (tensor.detach().transpose(1, 2).contiguous() for tensor in tensors())
     views = [tensor.transpose(1, 2).requires_grad_() for tensor in (q, k, v)]
-    found = torch.autograd.grad(loss(*views), views)
-    assert [one.stride() for one in found] == [view.stride() for view in views]
+    gradients = torch.autograd.grad(loss(*views), views)
+    assert [gradient.stride() for gradient in gradients] == [view.stride() for view in views]
     moved = [tensor.requires_grad_() for tensor in (q, k, v)]
     by_layout = torch.autograd.grad(attend(*moved, layout="bshd").square().sum(), moved)
-    close([one.transpose(1, 2) for one in by_layout], expected(*views))
-    close(found, expected(*views))
+    close([gradient.transpose(1, 2) for gradient in by_layout], expected(*views))
+    close(gradients, expected(*views))
 
 
 def test_only_inputs_that_require_grad_get_gradients() -> None:
@@ -107,9 +107,9 @@ def test_gradcheck() -> None:
 def test_gradient_of_a_bias_is_written_if_it_requires_grad(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     writes: list[bool] = []
 
-    def bind(kernel: Kernel, *given: Any, **options: Any) -> Any:
+    def bind(kernel: Kernel, *arguments: Any, **options: Any) -> Any:
         writes.append(kernel.writes("dbias"))
-        return binding.bind(kernel, *given, **options)
+        return binding.bind(kernel, *arguments, **options)
 
     monkeypatch.setattr(backward_executors, "bind", bind)
     call = attend if way == "eager" else torch.compile(attend, backend="aot_eager", fullgraph=True)
@@ -130,26 +130,26 @@ def test_gradients_of_extra_inputs(way: str) -> None:
     call = attend if way == "eager" else torch.compile(attend, backend="aot_eager", fullgraph=True)
     q, k, v = tensors()
     bias = torch.randn(1, HEADS, 20, 28, requires_grad=True)
-    found = torch.autograd.grad(call(q, k, v, attn_bias=bias).square().sum(), (q, k, v, bias))
+    gradients = torch.autograd.grad(call(q, k, v, attn_bias=bias).square().sum(), (q, k, v, bias))
     wide = [tensor.detach().double().requires_grad_() for tensor in (q, k, v, bias)]
-    close(found, torch.autograd.grad(definition(*wide)[0].square().sum(), wide))
+    close(gradients, torch.autograd.grad(definition(*wide)[0].square().sum(), wide))
 
     slopes, sinks = torch.rand(HEADS, requires_grad=True), torch.randn(HEADS, requires_grad=True)
-    found = torch.autograd.grad(
+    gradients = torch.autograd.grad(
         call(q, k, v, alibi_slopes=slopes, sinks=sinks, softcap=3.0).square().sum(), (q, k, v, slopes, sinks)
     )
     wide = [tensor.detach().double().requires_grad_() for tensor in (q, k, v, slopes, sinks)]
-    close(found, torch.autograd.grad(sloped(*wide).square().sum(), wide))
+    close(gradients, torch.autograd.grad(sloped(*wide).square().sum(), wide))
 
 
 def sloped(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, sinks: Tensor) -> Tensor:
     """Causal attention with slopes, a cap of 3 and sinks."""
     k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
-    place = torch.arange(q.shape[2])[:, None] + k.shape[2] - q.shape[2]
+    position = torch.arange(q.shape[2])[:, None] + k.shape[2] - q.shape[2]
     key = torch.arange(k.shape[2])
     scores = 3 * torch.tanh(q @ k.mT * q.shape[3] ** -0.5 / 3)
-    scores = scores - slopes[:, None, None] * (place - key).abs()
-    scores = scores.masked_fill(key > place, -torch.inf)
+    scores = scores - slopes[:, None, None] * (position - key).abs()
+    scores = scores.masked_fill(key > position, -torch.inf)
     sink = sinks[None, :, None, None].expand(*scores.shape[:3], 1)
     return torch.cat([scores, sink], -1).softmax(-1)[..., :-1] @ v
 
@@ -162,14 +162,14 @@ def test_packed_sequences() -> None:
     q, k = torch.randn(25, HEADS, 32, requires_grad=True), torch.randn(25, KV_HEADS, 32, requires_grad=True)
     v = torch.randn(25, KV_HEADS, 16, requires_grad=True)
     out = flashtune.attention_varlen(q, k, v, starts, starts, 14, 14, causal=True, prefer="generated")
-    found = torch.autograd.grad(out[:23].square().sum(), (q, k, v))
+    gradients = torch.autograd.grad(out[:23].square().sum(), (q, k, v))
     wide = [tensor.detach().double().requires_grad_() for tensor in (q, k, v)]
     total = torch.zeros((), dtype=torch.float64)
     for begin, end in ((0, 9), (9, 23)):
         part = [tensor[begin:end].transpose(0, 1)[None] for tensor in wide]
         total = total + definition(*part)[0].square().sum()
-    close(found, torch.autograd.grad(total, wide))
-    assert not found[0][23:].any()
+    close(gradients, torch.autograd.grad(total, wide))
+    assert not gradients[0][23:].any()
 
 
 def test_rows_outside_of_sequences_do_not_contribute_to_sinks() -> None:
@@ -192,11 +192,11 @@ def test_rows_outside_of_sequences_do_not_contribute_to_sinks() -> None:
         torch.use_deterministic_algorithms(False)
 
 
-def without_backward_kernels(decision: Decision, one: Pass[Any]) -> Any:
+def without_backward_kernels(decision: Decision, pass_: Pass[Any]) -> Any:
     """`prepared` where backward kernels do not compile."""
-    if one.key().problem.is_backward:
+    if pass_.key().problem.is_backward:
         raise KernelError("PTXASError: out of registers")
-    return prepared(decision, one)
+    return prepared(decision, pass_)
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_autocast_does_not_change_types_of_baselines(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(prepare, "prepared", without_backward_kernels)
-    q, k, v = (one.bfloat16() for one in tensors())
+    q, k, v = (tensor.bfloat16() for tensor in tensors())
 
     def attended() -> tuple[Tensor, ...]:
         result = flashtune.attention(q, k, v, causal=True, **options)
@@ -233,8 +233,8 @@ def test_failed_backward_kernel_uses_torch_for_both_passes(monkeypatch: pytest.M
     if way == "aot_eager":
         call = torch.compile(flashtune.attention, backend="aot_eager", fullgraph=True)
     with pytest.warns(FlashtuneWarning, match="out of registers"):
-        found = gradients()
-    close(found, expected(q, k, v))
+        actual = gradients()
+    close(actual, expected(q, k, v))
 
 
 @pytest.mark.parametrize(
@@ -252,6 +252,6 @@ def test_empty_keys_have_zero_gradients(sizes: tuple[int, int, int], options: di
         result = call(q, k, v, causal=True, **options)
         results = result if isinstance(result, tuple) else (result,)
         assert not results[0].any()
-        found = torch.autograd.grad(results, (q, k, v), [torch.ones_like(one) for one in results])
-        assert not any(gradient.any() for gradient in found)
+        gradients = torch.autograd.grad(results, (q, k, v), [torch.ones_like(tensor) for tensor in results])
+        assert not any(gradient.any() for gradient in gradients)
     assert flashtune.explain(q, k, v, causal=True, **options).backend == "none"

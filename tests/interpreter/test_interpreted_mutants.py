@@ -52,9 +52,9 @@ def _config(family: Family, fields: Mapping[str, object]) -> Config:
 @pytest.mark.sampled(every=8)
 @pytest.mark.parametrize("mutant", interpreted_mutants(), ids=lambda mutant: mutant.id)
 def test_mutant_is_refused(mutant: Mutant) -> None:
-    found = interpreted(mutant, SEED)
-    assert found.fate is Fate.REFUSED
-    assert found.caught_by
+    result = interpreted(mutant, SEED)
+    assert result.fate is Fate.REFUSED
+    assert result.caught_by
 
 
 def _right_kernels(count: int) -> list[tuple[str, Problem, Config, Specialization]]:

@@ -37,8 +37,8 @@ def run(rows: int = ROWS) -> list[int]:
     out = torch.zeros_like(x)
     with launching():
         double[rows,](x, out)
-    found: list[int] = out.tolist()
-    return found
+    numbers: list[int] = out.tolist()
+    return numbers
 
 
 @pytest.fixture

@@ -132,8 +132,8 @@ def test_gradients_eager_compiled_and_functional(way: str, return_lse: bool) -> 
     if return_lse:
         out = out + scores.logsumexp(-1)[..., None]
     expected = torch.autograd.grad(out.square().sum(), wide)
-    for one, other in zip(grads, expected, strict=True):
-        torch.testing.assert_close(one.double(), other, atol=2e-4, rtol=2e-4)
+    for gradient, reference in zip(grads, expected, strict=True):
+        torch.testing.assert_close(gradient.double(), reference, atol=2e-4, rtol=2e-4)
 
 
 def test_invalid_input_is_refused_during_compilation() -> None:

@@ -75,13 +75,13 @@ def run(
         and family in {None, mutant.subject.family}
         and (not only or any(part in mutant.id for part in only))
     ]
-    controls, found = run_mutants(mutants, plan, functools.partial(_show, verbose=verbose))
+    controls, results = run_mutants(mutants, plan, functools.partial(_show, verbose=verbose))
     for control in controls:
         if not control.passed:
             click.echo(f"refused though unmodified: {control.label}: {control.failed}")
-    click.echo(tally(found))
-    _finish(plan, start, out, controls, found)
-    if any(one.fate not in {*CAUGHT, Fate.DELAYED, Fate.EQUIVALENT} for one in found) or not all(
+    click.echo(tally(results))
+    _finish(plan, start, out, controls, results)
+    if any(result.fate not in {*CAUGHT, Fate.DELAYED, Fate.EQUIVALENT} for result in results) or not all(
         control.passed for control in controls
     ):
         sys.exit(1)
@@ -112,10 +112,10 @@ def interpret(seed: int, out: Path | None) -> None:
     if not interpreting():
         raise click.UsageError("set TRITON_INTERPRET=1: without it nothing is interpreted")
     start = time.monotonic()
-    found = tuple(map(functools.partial(interpreted, seed=seed), interpreted_mutants()))
-    for one in found:
-        _show(one, verbose=True)
-    made = Run(INTERPRETER, *_versions(), Level.QUICK.value, seed, _since(start), (), found)
+    results = tuple(map(functools.partial(interpreted, seed=seed), interpreted_mutants()))
+    for result in results:
+        _show(result, verbose=True)
+    made = Run(INTERPRETER, *_versions(), Level.QUICK.value, seed, _since(start), (), results)
     click.echo(summary(made))
     if out is not None:
         save(made, out)
@@ -139,10 +139,10 @@ def _plan(seed: int | None, seconds: float, workers: int) -> Plan:
 
 
 def _finish(
-    plan: Plan, start: float, out: Path | None, controls: tuple[Control, ...], found: tuple[Found, ...]
+    plan: Plan, start: float, out: Path | None, controls: tuple[Control, ...], results: tuple[Found, ...]
 ) -> None:
     device = torch.cuda.get_device_name(0)
-    made = Run(device, *_versions(), Level.FULL.value, plan.seed, _since(start), controls, found)
+    made = Run(device, *_versions(), Level.FULL.value, plan.seed, _since(start), controls, results)
     click.echo(summary(made))
     if out is not None:
         save(made, out)
@@ -156,12 +156,13 @@ def _since(start: float) -> float:
     return round(time.monotonic() - start, 1)
 
 
-def _show(one: Found, *, verbose: bool) -> None:
-    if one.fate is Fate.REFUSED and not verbose:
+def _show(result: Found, *, verbose: bool) -> None:
+    if result.fate is Fate.REFUSED and not verbose:
         return
-    racy = " (racy)" if one.racy else ""
+    racy = " (racy)" if result.racy else ""
     click.echo(
-        f"{one.fate.value:12} {one.seconds:6.1f} s  {one.family}: {one.name}{racy}  {one.caught_by[:90]}"
+        f"{result.fate.value:12} {result.seconds:6.1f} s  {result.family}: {result.name}{racy}  "
+        f"{result.caught_by[:90]}"
     )
 
 

@@ -72,28 +72,28 @@ def unlike(right: Kernel, broken: Kernel, target: Target, case: Case, seed: int,
     write = (_gradients if case.problem.is_backward else _outputs)(case, seed, right.specialization, target)
     expected = list(write(right, UNORDERED_LAUNCHES if loose else 1))
     for written in write(broken, launches):
-        for name, one in written.items():
+        for name, tensor in written.items():
             meant = [other[name] for other in expected]
             alike = _near if loose and name not in OF_ONE_PROGRAM else _same
-            if not alike(one, meant):
+            if not alike(tensor, meant):
                 return name
     return ""
 
 
-def _same(one: Tensor, meant: list[Tensor]) -> bool:
-    bits = BITS[one.element_size()]
-    return torch.equal(one.view(bits), meant[0].view(bits))
+def _same(tensor: Tensor, meant: list[Tensor]) -> bool:
+    bits = BITS[tensor.element_size()]
+    return torch.equal(tensor.view(bits), meant[0].view(bits))
 
 
-def _near(one: Tensor, meant: list[Tensor]) -> bool:
+def _near(tensor: Tensor, meant: list[Tensor]) -> bool:
     """Whether sums are no farther from the right kernel's than another order may take them."""
     several = torch.stack([other.double() for other in meant])
     low, high = several.amin(0), several.amax(0)
     allowed = 2 * (high - low) + ELEMENT * high.abs() + ROW * high.abs().amax(-1, keepdim=True)
-    bits = BITS[one.element_size()]
+    bits = BITS[tensor.element_size()]
     # Elements that neither kernel writes are NaN, so their bits are compared.
-    unwritten = one.view(bits) == meant[0].view(bits)
-    return bool((unwritten | ((one.double() - several[0]).abs() <= allowed)).all())
+    unwritten = tensor.view(bits) == meant[0].view(bits)
+    return bool((unwritten | ((tensor.double() - several[0]).abs() <= allowed)).all())
 
 
 def _outputs(case: Case, seed: int, specialization: Specialization, target: Target) -> Write:
@@ -120,9 +120,9 @@ def _gradients(case: Case, seed: int, specialization: Specialization, target: Ta
     def write(kernel: Kernel, launches: int) -> Iterator[Written]:
         launch = bind(kernel, target, tensors, side, compiled=compile_binary(kernel, target))
         for _ in range(launches):
-            for one in prepared.written.values():
-                poison(one)
+            for quantity in prepared.written.values():
+                poison(quantity)
             launch(tensors, case.scale, side)
-            yield {name: one.view.clone() for name, one in prepared.written.items()}
+            yield {name: quantity.view.clone() for name, quantity in prepared.written.items()}
 
     return write

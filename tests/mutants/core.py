@@ -134,14 +134,14 @@ def patched(source: str, patch: Patch, name: str) -> str:
     """
     start, end = _bounds(source, patch.part, name)
     pattern = r"\n *".join(re.escape(line) for line in patch.old.split("\n"))
-    found = list(re.finditer(pattern, source[start:end]))
-    if len(found) != patch.times:
+    matches = list(re.finditer(pattern, source[start:end]))
+    if len(matches) != patch.times:
         where = f" between {patch.part.begin!r} and {patch.part.end!r}" if patch.part else ""
         raise PatchError(
-            f"{name}: {patch.old!r} occurs {len(found)} times{where} and not {patch.times}: "
+            f"{name}: {patch.old!r} occurs {len(matches)} times{where} and not {patch.times}: "
             "the template has changed, so change the patch"
         )
-    for match in reversed(found):
+    for match in reversed(matches):
         first, last = start + match.start(), start + match.end()
         line = source[source.rfind("\n", 0, first) + 1 : first]
         margin = "\n" + " " * (len(line) - len(line.lstrip()) if line.strip() else len(line))

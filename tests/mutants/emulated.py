@@ -98,7 +98,9 @@ def backward_features() -> tuple[Mutant, ...]:
         *backward_hopper_features.caps(),
         *backward_hopper_features.packed(),
     )
-    return tuple(one for one in steady(mutants) if not any(part in one.name for part in NOT_EMULATED))
+    return tuple(
+        mutant for mutant in steady(mutants) if not any(part in mutant.name for part in NOT_EMULATED)
+    )
 
 
 def latent() -> tuple[Mutant, ...]:

@@ -36,28 +36,28 @@ def texts(runs: Sequence[Run]) -> dict[str, str]:
 def _mutants(runs: Sequence[Run]) -> Iterator[str]:
     """The mutants of each family and how many each machine detects, and the others by name."""
     devices = list(dict.fromkeys(run.device for run in runs if run.found))
-    found = {device: [one for run in runs if run.device == device for one in run.found] for device in devices}
+    rows = {device: [row for run in runs if run.device == device for row in run.found] for device in devices}
     mutants, emulated = _by_family(gpu_mutants()), _by_family(emulated_mutants())
     yield _row("family", "mutants", *devices, "emulator")
     yield f"|---|{'---:|' * (len(devices) + 2)}"
     for family, number in mutants.items():
-        cells = (_detected(one for one in found[device] if one.family == family) for device in devices)
+        cells = (_detected(row for row in rows[device] if row.family == family) for device in devices)
         yield _row(f"`{family}`", number, *cells, emulated[family] or "")
-    detected = (_detected(found[device]) for device in devices)
+    detected = (_detected(rows[device]) for device in devices)
     yield _row("all", mutants.total(), *detected, emulated.total())
-    yield from _not_detected(found)
+    yield from _not_detected(rows)
     for device in devices:
         yield ""
         yield from _machine([run for run in runs if run.device == device])
 
 
-def _not_detected(found: Mapping[str, Sequence[Found]]) -> Iterator[str]:
+def _not_detected(rows: Mapping[str, Sequence[Found]]) -> Iterator[str]:
     """A table of the mutants that some machine ran and did not detect, with their fates."""
-    fates = {device: {(one.family, one.name): one for one in several} for device, several in found.items()}
+    fates = {device: {(row.family, row.name): row for row in several} for device, several in rows.items()}
     missed = {
-        key: one.racy for device in found for key, one in fates[device].items() if one.fate in NOT_DETECTED
+        key: row.racy for device in rows for key, row in fates[device].items() if row.fate in NOT_DETECTED
     }
-    devices = [device for device in found if any(one.fate in NOT_DETECTED for one in found[device])]
+    devices = [device for device in rows if any(row.fate in NOT_DETECTED for row in rows[device])]
     if not missed:
         return
     yield ""
@@ -68,31 +68,27 @@ def _not_detected(found: Mapping[str, Sequence[Found]]) -> Iterator[str]:
         yield _row(f"`{key[0]}`", f"{key[1]} (race)" if racy else key[1], *cells)
 
 
-def _outcome(found: Found | None) -> str:
-    if found is None:
+def _outcome(row: Found | None) -> str:
+    if row is None:
         return ""
-    return (
-        "detected"
-        if found.fate in CAUGHT
-        else NOT_DETECTED.get(found.fate, found.fate.value.replace("_", " "))
-    )
+    return "detected" if row.fate in CAUGHT else NOT_DETECTED.get(row.fate, row.fate.value.replace("_", " "))
 
 
 def _by_family(mutants: Iterable[Mutant]) -> Counter[str]:
     return Counter(mutant.subject.family for mutant in mutants)
 
 
-def _detected(found: Iterable[Found]) -> str:
+def _detected(rows: Iterable[Found]) -> str:
     """How many of the mutants that were run were detected."""
-    fates = [one.fate for one in found if one.fate not in {Fate.NOT_COMPILED, Fate.NOT_RUN}]
+    fates = [row.fate for row in rows if row.fate not in {Fate.NOT_COMPILED, Fate.NOT_RUN}]
     return f"{sum(fate in CAUGHT for fate in fates)} of {len(fates)}" if fates else ""
 
 
 def _machine(runs: Sequence[Run]) -> Iterator[str]:
     """A machine's versions and counts."""
     first = runs[0]
-    found = [one for run in runs for one in run.found]
-    fates = Counter(one.fate for one in found)
+    rows = [row for run in runs for row in run.found]
+    fates = Counter(row.fate for row in rows)
     where = "Triton's interpreter" if first.device == INTERPRETER else first.device
     yield f"{where}, level `{first.level}` (torch {first.torch}, Triton {first.triton}):"
     yield ""
@@ -105,8 +101,8 @@ def _machine(runs: Sequence[Run]) -> Iterator[str]:
         accepted = sum(control.passed for control in controls)
         yield f"- Unmodified kernels that were accepted: {accepted} of {len(controls)}."
     present = {broken(mutant).digest for mutant in _catalogue(first.device)}
-    known = [one.kernel in present for one in found if one.kernel]
-    yield f"- Mutants that still render to the source that was run: {sum(known)} of {len(known)}."
+    is_rendered = [row.kernel in present for row in rows if row.kernel]
+    yield f"- Mutants that still render to the source that was run: {sum(is_rendered)} of {len(is_rendered)}."
 
 
 def _catalogue(device: str) -> tuple[Mutant, ...]:

@@ -159,19 +159,19 @@ def load(path: Path) -> Run:
         raise FlashtuneError(f"{path} holds no run over mutants: {error}") from error
 
 
-def counts(found: Iterable[Found]) -> Counter[Fate]:
+def counts(results: Iterable[Found]) -> Counter[Fate]:
     """How many met which fate."""
-    return Counter(one.fate for one in found)
+    return Counter(result.fate for result in results)
 
 
-def tally(found: Sequence[Found]) -> str:
+def tally(results: Sequence[Found]) -> str:
     """Lines of a table: how many of each family met which fate, and which probes caught how many first."""
-    fates = [fate for fate in Fate if counts(found)[fate]]
+    fates = [fate for fate in Fate if counts(results)[fate]]
     lines = ["".join((f"{'':18}", *(f"{fate.value:>14}" for fate in fates)))]
-    for family in dict.fromkeys(one.family for one in found):
-        number = counts(one for one in found if one.family == family)
+    for family in dict.fromkeys(result.family for result in results):
+        number = counts(result for result in results if result.family == family)
         lines.append("".join((f"{family:18}", *(f"{number[fate]:14}" for fate in fates))))
-    probes = Counter(one.probe for one in found if one.fate is Fate.REFUSED).most_common()
+    probes = Counter(result.probe for result in results if result.fate is Fate.REFUSED).most_common()
     lines.append("refused first by: " + ", ".join(f"{probe} {number}" for probe, number in probes))
     return "\n".join(lines)
 

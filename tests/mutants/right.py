@@ -107,16 +107,16 @@ def verify_right(
         plan: How.
         report: Told of each.
     """
-    found = []
+    verified = []
     with compiling(with_late(map(rendered, subjects)), plan) as compiled, on_the_gpu(plan.workers) as pool:
         fitting = (subject for subject in subjects if not compiled.failure(rendered(subject)))
         while not plan.over and (some := list(itertools.islice(fitting, 4 * plan.workers))):
             controls = verify_controls(pool, some, compiled, plan, CHECK_SECONDS)
             for subject, control in zip(some, controls, strict=True):
                 judged = control.passed or control.delayed
-                found.append(control if judged else _judged_again(pool, subject, control, plan))
-                report(found[-1])
-    return tuple(found)
+                verified.append(control if judged else _judged_again(pool, subject, control, plan))
+                report(verified[-1])
+    return tuple(verified)
 
 
 def _judged_again(pool: ProcessPool, subject: Subject, control: Control, plan: Plan) -> Control:

@@ -59,16 +59,16 @@ def run_mutants(
     with compiling(kernels, plan) as compiled:
         with on_the_gpu(plan.workers) as pool:
             controls = verify_controls(pool, subjects, compiled, plan)
-            for mutant, found in _shared(pool, steady, compiled, plan):
+            for mutant, result in _shared(pool, steady, compiled, plan):
                 # A mutant that did not end next to others may end alone.
-                if found.fate is not Fate.HUNG:
-                    fates[mutant.id] = found
-                    report(found)
+                if result.fate is not Fate.HUNG:
+                    fates[mutant.id] = result
+                    report(result)
         limits = _limits(subjects, controls)
         rest = [mutant for mutant in mutants if mutant.id not in fates]
-        for mutant, found in _alone(rest, compiled, plan, limits):
-            fates[mutant.id] = found
-            report(found)
+        for mutant, result in _alone(rest, compiled, plan, limits):
+            fates[mutant.id] = result
+            report(result)
     return controls, tuple(fates[mutant.id] for mutant in mutants)
 
 
@@ -76,8 +76,8 @@ def _limits(subjects: Iterable[Subject], controls: Iterable[Control]) -> dict[st
     """Seconds that a check may take, by family: a process that has to make references takes the longest."""
     limits: dict[str, float] = {}
     for subject, control in zip(subjects, controls, strict=True):
-        known = limits.get(subject.family, MIN_SECONDS)
-        limits[subject.family] = max(known, TIME_LIMIT_FACTOR * control.seconds)
+        limit = limits.get(subject.family, MIN_SECONDS)
+        limits[subject.family] = max(limit, TIME_LIMIT_FACTOR * control.seconds)
     return limits
 
 
@@ -94,7 +94,7 @@ def verify_controls(
         why = compiled.failure(rendered(subject))
         job = None if why else checking(pool, subject, rendered(subject), plan.seed, seconds)
         started.append((subject, why, job))
-    controls = [_control(*one) for one in started]
+    controls = [_control(*check) for check in started]
     late = [
         checking_late(pool, subject, rendered(subject), plan.seed) if control.passed else None
         for (subject, _, _), control in zip(started, controls, strict=True)

@@ -61,8 +61,8 @@ class Size(NamedTuple):
         return self._subject(DECODING, problem, {**tile, **(config or {})})
 
     def _subject(self, family: str, problem: dict[str, object], config: dict[str, object]) -> Subject:
-        usual = {"dtype": self.dtype, "head_dim": 24, "value_head_dim": 20, "kv_heads": 2, "batch": 2}
-        asked = msgspec.convert({**usual, "causal": Causal.BOTTOM_RIGHT, **problem}, Problem)
+        defaults = {"dtype": self.dtype, "head_dim": 24, "value_head_dim": 20, "kv_heads": 2, "batch": 2}
+        asked = msgspec.convert({**defaults, "causal": Causal.BOTTOM_RIGHT, **problem}, Problem)
         tile = msgspec.convert(config, find_family(family).config_type)
         return Subject(family, asked, tile, Specialization(lse=True))
 

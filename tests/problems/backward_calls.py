@@ -89,17 +89,17 @@ def check_gradients(
 ) -> None:
     """Runs a kernel under the interpreter and compares all gradients."""
     tensors, side, expected = call
-    found = specialization_of(tensors.planned, tensors.dlse is not None)
-    specialization = msgspec.structs.replace(found, index_bits=max(found.index_bits, index_bits))
+    required = specialization_of(tensors.planned, tensors.dlse is not None)
+    specialization = msgspec.structs.replace(required, index_bits=max(required.index_bits, index_bits))
     if problem.bias is Bias.ADDITIVE and tensors.dbias is None:
         specialization = msgspec.structs.replace(specialization, constant_bias=True)
     assert unsupported_reason(family, problem, TARGET, specialization) is None
     kernel = render(family, problem, config, specialization)
     bind(kernel, TARGET, tensors, side)(tensors, SCALE, side)
     for name, right in expected.items():
-        given = getattr(tensors, name).double()
+        gradient = getattr(tensors, name).double()
         torch.testing.assert_close(
-            given,
+            gradient,
             right.double(),
             atol=tolerance,
             rtol=tolerance,

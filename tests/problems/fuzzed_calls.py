@@ -151,7 +151,7 @@ def dense(chance: random.Random, dtype: torch.dtype) -> dict[str, Any]:
     heads, kv_heads = chance.choice(((4, 2), (2, 2), (3, 1)))
     q = torch.randn(2, heads, chance.choice((1, 5, 20)), 32).to(dtype)
     k = torch.randn(2, kv_heads, chance.choice((7, 20)), 32).to(dtype)
-    found = {"q": q, "k": k, "v": torch.randn(*k.shape[:3], 16).to(dtype)}
+    arguments = {"q": q, "k": k, "v": torch.randn(*k.shape[:3], 16).to(dtype)}
     scores = (2, heads, q.shape[2], k.shape[2])
     options = {
         "causal": lambda: chance.choice((True, "top_left")),
@@ -175,11 +175,11 @@ def dense(chance: random.Random, dtype: torch.dtype) -> dict[str, Any]:
         "k_scale": lambda: None,
         "v_scale": lambda: None,
     }
-    return found | _some(chance, options)
+    return arguments | _some(chance, options)
 
 
 def varlen(chance: random.Random, dtype: torch.dtype) -> dict[str, Any]:
-    found = {
+    arguments = {
         "q": torch.randn(sum(QUERIES), 4, 32).to(dtype),
         "k": torch.randn(sum(KEYS), 2, 32).to(dtype),
         "v": torch.randn(sum(KEYS), 2, 16).to(dtype),
@@ -188,28 +188,28 @@ def varlen(chance: random.Random, dtype: torch.dtype) -> dict[str, Any]:
         "max_seqlen_q": max(QUERIES),
         "max_seqlen_k": max(KEYS),
     }
-    return found | _some(chance, _ragged(chance, 5))
+    return arguments | _some(chance, _ragged(chance, 5))
 
 
 def pages(chance: random.Random, dtype: torch.dtype) -> dict[str, Any]:
     layout = chance.choice(("nhd", "hnd"))
     k, v, table, lengths = paged(layout=layout)
-    found: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "k_cache": k.to(dtype),
         "v_cache": v.to(dtype),
         "block_table": table,
         "kv_lengths": lengths,
     }
     form = chance.choice(((5, 4, 32), (5, 2, 4, 32), (sum(QUERIES), 4, 32)))
-    found["q"] = torch.randn(form).to(dtype)
+    arguments["q"] = torch.randn(form).to(dtype)
     if form[0] == sum(QUERIES):
-        found |= {"cu_seqlens_q": starts(QUERIES), "max_seqlen_q": max(QUERIES)}
+        arguments |= {"cu_seqlens_q": starts(QUERIES), "max_seqlen_q": max(QUERIES)}
     if chance.random() < 0.2:
-        found |= {"v_cache": None, "value_head_dim": 16}
+        arguments |= {"v_cache": None, "value_head_dim": 16}
     options = _ragged(chance, 5) | {"shared_prefix": lambda: chance.choice((0, 16))}
     for absent in ("dropout_p", "deterministic"):
         options.pop(absent)
-    return found | {"layout": layout} | _some(chance, options)
+    return arguments | {"layout": layout} | _some(chance, options)
 
 
 def _ragged(chance: random.Random, batch: int) -> dict[str, Callable[[], Any]]:
@@ -262,15 +262,15 @@ CACHE = (
 
 def steps(chance: random.Random, dtype: torch.dtype) -> dict[str, Any]:
     tokens = chance.choice((1, 5, 20))
-    found: dict[str, Any] = {"pages": 9, "page_size": 16, "kv_heads": 2, "head_dim": 8, "device": "cpu"}
-    found |= {"dtype": chance.choice((torch.float32, torch.int8, torch.float8_e4m3fn))}
-    found |= {"k": torch.randn(2 * tokens, 2, 8), "v": torch.randn(2 * tokens, 2, 8)}
-    found |= {"tokens": tokens, "layer": 0, "length": 1, "max_length": 64}
+    arguments: dict[str, Any] = {"pages": 9, "page_size": 16, "kv_heads": 2, "head_dim": 8, "device": "cpu"}
+    arguments |= {"dtype": chance.choice((torch.float32, torch.int8, torch.float8_e4m3fn))}
+    arguments |= {"k": torch.randn(2 * tokens, 2, 8), "v": torch.randn(2 * tokens, 2, 8)}
+    arguments |= {"tokens": tokens, "layer": 0, "length": 1, "max_length": 64}
     options: dict[str, Callable[[], Any]] = {
         "layers": lambda: 2,
         "value_head_dim": lambda: 8,
         "layout": lambda: "hnd",
-        "page_scales": lambda: found["dtype"] is not torch.float32,
+        "page_scales": lambda: arguments["dtype"] is not torch.float32,
         "k_scale": lambda: None,
         "v_scale": lambda: None,
         "slots": lambda: torch.arange(2 * tokens),
@@ -278,7 +278,7 @@ def steps(chance: random.Random, dtype: torch.dtype) -> dict[str, Any]:
         "sequence": lambda: 0,
         "out": lambda: torch.zeros(4, dtype=torch.int32),
     }
-    return found | _some(chance, options)
+    return arguments | _some(chance, options)
 
 
 def quantities(chance: random.Random, dtype: torch.dtype) -> dict[str, Any]:
@@ -286,8 +286,8 @@ def quantities(chance: random.Random, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def parts(chance: random.Random, dtype: torch.dtype) -> dict[str, Any]:
-    found = {f"out_{part}": torch.randn(2, 3, 5, 8).to(dtype) for part in "ab"}
-    return found | {f"lse_{part}": torch.randn(2, 3, 5) for part in "ab"} | {"layout": "bhsd"}
+    arguments = {f"out_{part}": torch.randn(2, 3, 5, 8).to(dtype) for part in "ab"}
+    return arguments | {f"lse_{part}": torch.randn(2, 3, 5) for part in "ab"} | {"layout": "bhsd"}
 
 
 MAKERS: dict[
@@ -320,12 +320,12 @@ def fuzzed_call(seed: int, dtypes: tuple[torch.dtype, ...]) -> FuzzedCall:
     function, make, _ = MAKERS[name]
     arguments = make(chance, chance.choice(dtypes))
     replaced = chance.sample(sorted(arguments), min(len(arguments), chance.choice((0, 1, 1, 1, 1, 2, 3))))
-    for one in replaced:
-        value = arguments[one]
+    for argument in replaced:
+        value = arguments[argument]
         if isinstance(value, Tensor) and chance.random() < 0.75:
-            arguments[one] = chance.choice(CHANGES)(value)
+            arguments[argument] = chance.choice(CHANGES)(value)
         else:
-            arguments[one] = chance.choice(VALUES)()
+            arguments[argument] = chance.choice(VALUES)()
     return FuzzedCall(name, function, arguments, tuple(replaced))
 
 

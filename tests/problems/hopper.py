@@ -41,10 +41,10 @@ def sampled_configs(problem: Problem, count: int, seed: int = 0) -> list[HopperC
     """Different points of a problem's space that fit by the model; the same ones for the same seed."""
     space = FAMILY.space(problem, H200)
     chance = random.Random(f"{problem.key} {seed}")
-    found: dict[HopperConfig, None] = {}
-    while len(found) < count:
+    configs: dict[HopperConfig, None] = {}
+    while len(configs) < count:
         config = space.choose(lambda axis: chance.choice(axis.values))
         assert isinstance(config, HopperConfig)
         if space.admits(config) and sram_bytes(problem, config) + SPARE_BYTES <= H200.sram_per_block:
-            found[config] = None
-    return list(found)
+            configs[config] = None
+    return list(configs)

@@ -38,10 +38,10 @@ class Sequence(NamedTuple):
     v: Tensor
 
 
-def largest_error(found: Iterable[Tensor], expected: Iterable[Tensor], absent: float = math.nan) -> float:
+def largest_error(results: Iterable[Tensor], expected: Iterable[Tensor], absent: float = math.nan) -> float:
     """The largest difference of results, infinite for NaNs. Rows of no sequence must be `absent`."""
     worst = 0.0
-    for result, exact in zip(found, expected, strict=True):
+    for result, exact in zip(results, expected, strict=True):
         right = exact.nan_to_num(nan=absent, neginf=-math.inf)
         error = torch.where(result == right, 0.0, (result - right).abs()).nan_to_num(nan=math.inf)
         worst = max(worst, float(error.max()))
@@ -66,29 +66,31 @@ def plain_attention(
     """
     out = torch.full((*q.shape[:3], v.shape[-1]), torch.nan, dtype=torch.float64)
     lse = torch.full(q.shape[:3], torch.nan, dtype=torch.float64)
-    for one in sequences(problem, q, k, v, side):
-        rows = slice(one.first_row, one.first_row + one.q.shape[1])
-        out[one.batch, :, rows], lse[one.batch, :, rows] = _attend(problem, one, side, scale)
+    for sequence in sequences(problem, q, k, v, side):
+        rows = slice(sequence.first_row, sequence.first_row + sequence.q.shape[1])
+        out[sequence.batch, :, rows], lse[sequence.batch, :, rows] = _attend(problem, sequence, side, scale)
     return out, lse
 
 
 def visible(problem: Problem, queries: int, keys: int, prefix: int = 0) -> Tensor:
     """The visible keys of each query of a sequence without the bias: bool [queries, keys]."""
     diagonal = 0 if problem.causal is Causal.TOP_LEFT else keys - queries
-    place = torch.arange(queries)[:, None] + diagonal
+    position = torch.arange(queries)[:, None] + diagonal
     key = torch.arange(keys)[None, :]
     causal = problem.causal is not Causal.NONE
     seen = torch.ones(queries, keys, dtype=torch.bool)
     near = seen.clone()
     if causal:
-        seen &= key <= place
+        seen &= key <= position
     if problem.window_right is not None:
-        seen &= key <= place + problem.window_right
+        seen &= key <= position + problem.window_right
     if problem.window_left is not None:
-        near &= key >= place - problem.window_left
+        near &= key >= position - problem.window_left
     if problem.chunk:
-        of_place, of_key = (torch.div(one, problem.chunk, rounding_mode="floor") for one in (place, key))
-        near &= of_key >= of_place if causal else of_key == of_place
+        query_chunk, key_chunk = (
+            torch.div(index, problem.chunk, rounding_mode="floor") for index in (position, key)
+        )
+        near &= key_chunk >= query_chunk if causal else key_chunk == query_chunk
     return seen & (near | (key < problem.sink_tokens)) | (key < prefix)
 
 
@@ -152,29 +154,29 @@ def _scaled(problem: Problem, stored: Tensor, index: int, scale: Tensor | None) 
     return values * scale[0 if shared else index].double()[:, None, None]
 
 
-def _attend(problem: Problem, one: Sequence, side: ExtraInputs, scale: float) -> tuple[Tensor, Tensor]:
-    heads, queries, _ = one.q.shape
-    keys = one.k.shape[1]
-    group = heads // one.k.shape[0]
-    k, v = (tensor.repeat_interleave(group, 0) for tensor in (one.k, one.v))
-    prefix = 0 if side.prefix is None else int(side.prefix[one.number])
+def _attend(problem: Problem, sequence: Sequence, side: ExtraInputs, scale: float) -> tuple[Tensor, Tensor]:
+    heads, queries, _ = sequence.q.shape
+    keys = sequence.k.shape[1]
+    group = heads // sequence.k.shape[0]
+    k, v = (tensor.repeat_interleave(group, 0) for tensor in (sequence.k, sequence.v))
+    prefix = 0 if side.prefix is None else int(side.prefix[sequence.number])
     seen = visible(problem, queries, keys, prefix).expand(heads, queries, keys)
-    scores = scale * one.q @ k.mT
+    scores = scale * sequence.q @ k.mT
     if problem.softcap:
         assert side.softcap is not None
         scores = side.softcap * torch.tanh(scores / side.softcap)
     if side.slopes is not None:
         diagonal = 0 if problem.causal is Causal.TOP_LEFT else keys - queries
         distance = torch.arange(queries)[:, None] + diagonal - torch.arange(keys)[None, :]
-        scores = scores - side.slopes[one.number].double()[:, None, None] * distance.abs()
+        scores = scores - side.slopes[sequence.number].double()[:, None, None] * distance.abs()
     if side.bias is not None:
-        laid = side.bias[one.number, :, :queries, :keys]
+        laid = side.bias[sequence.number, :, :queries, :keys]
         if problem.bias is Bias.BOOLEAN:
             seen = seen & laid
         else:
             scores = scores + laid.double()
     if problem.block_mask:
-        seen = seen & listed(problem, side, one.number, heads, queries, keys)
+        seen = seen & listed(problem, side, sequence.number, heads, queries, keys)
     scores = scores.masked_fill(~seen, -torch.inf)
     sinks = torch.full((heads,), -torch.inf) if side.sinks is None else side.sinks
     sink = sinks.double()[:, None, None].expand(heads, queries, 1)
@@ -184,8 +186,8 @@ def _attend(problem: Problem, one: Sequence, side: ExtraInputs, scale: float) ->
     weights = torch.nan_to_num(torch.softmax(all_scores, -1)[..., :-1])
     if side.seed is not None:
         assert side.dropout is not None
-        number = one.batch * heads + torch.arange(heads)
-        rows = one.first_row + torch.arange(queries)
+        number = sequence.batch * heads + torch.arange(heads)
+        rows = sequence.first_row + torch.arange(queries)
         stay = kept_weights(side.seed, number, rows, keys, side.dropout)
         weights = weights * stay / (1.0 - side.dropout)
     return weights @ v, lse

@@ -127,10 +127,10 @@ def fill_earlier(
     for row, (total, new), k, v in zip(
         batch.table.long(), batch.lengths, batch.keys, batch.values, strict=True
     ):
-        for place in range(total - new):
+        for position in range(total - new):
             for pages, rows, scale in ((keys, k, k_scale), (values, v, v_scale)):
-                stored = (rows[place].float() / scale).to(pages.dtype)
-                pages[row[place // PAGE], :, place % PAGE] = stored
+                stored = (rows[position].float() / scale).to(pages.dtype)
+                pages[row[position // PAGE], :, position % PAGE] = stored
 
 
 def expected(batch: Batch, case: Case, dtype: torch.dtype | None = None) -> Tensor:

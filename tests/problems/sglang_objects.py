@@ -70,7 +70,7 @@ def rows_of(batch: Batch, context: int) -> Tensor:
 def runner_of(batch: Batch, pool: Any, context: int = CONTEXT, **changes: Any) -> SimpleNamespace:
     """A model runner."""
     rows = rows_of(batch, context).to(pool.buffers[0].device)
-    given = {
+    fields = {
         "page_size": PAGE,
         "dtype": torch.float32,
         "kv_cache_dtype": pool.buffers[0].dtype,
@@ -81,7 +81,7 @@ def runner_of(batch: Batch, pool: Any, context: int = CONTEXT, **changes: Any) -
         "spec_algorithm": SimpleNamespace(is_speculative=lambda: False),
         "attention_chunk_size": None,
     }
-    return SimpleNamespace(**(given | changes))
+    return SimpleNamespace(**(fields | changes))
 
 
 def requests(batch: Batch) -> Tensor:
@@ -111,7 +111,7 @@ def forward_batch(batch: Batch) -> SimpleNamespace:
 def layer_of(batch: Batch, case: Case, **changes: Any) -> SimpleNamespace:
     """A layer. SGLang's windows do not count the query's own key."""
     types = importlib.import_module("sglang.srt.layers.radix_attention").AttentionType
-    given = {
+    fields = {
         "tp_q_head_num": HEADS,
         "qk_head_dim": batch.width,
         "v_head_dim": batch.width,
@@ -127,4 +127,4 @@ def layer_of(batch: Batch, case: Case, **changes: Any) -> SimpleNamespace:
         "attn_type": types.DECODER if case.causal else types.ENCODER_ONLY,
         "xai_temperature_len": -1,
     }
-    return SimpleNamespace(**(given | changes))
+    return SimpleNamespace(**(fields | changes))

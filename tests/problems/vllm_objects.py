@@ -28,7 +28,7 @@ def split(cache: Tensor) -> tuple[Tensor, Tensor]:
 
 def common(batch: Batch, padding: int = 0, **changes: Any) -> SimpleNamespace:
     """vLLM's metadata of a batch."""
-    given = {
+    fields = {
         "query_start_loc": batch.starts,
         "query_start_loc_cpu": batch.starts,
         "seq_lens": batch.seqlens,
@@ -42,7 +42,7 @@ def common(batch: Batch, padding: int = 0, **changes: Any) -> SimpleNamespace:
         "causal": True,
         "is_prefilling": torch.tensor([new > 1 for _, new in batch.lengths]),
     }
-    return SimpleNamespace(**(given | changes))
+    return SimpleNamespace(**(fields | changes))
 
 
 def layer_of(vllm: Any, batch: Batch, case: Case, **options: Any) -> Any:

@@ -31,11 +31,11 @@ def gradients(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, **options: Any) -> 
     return torch.autograd.grad(attend(q, k, v, **options), (q, k, v), dout)
 
 
-def close(found: Sequence[Tensor], inputs: Sequence[Tensor], dout: Tensor, **options: Any) -> None:
+def close(results: Sequence[Tensor], inputs: Sequence[Tensor], dout: Tensor, **options: Any) -> None:
     """Compares gradients with the reference. Dropout draws the seed of the next call."""
     q, k, v = (tensor.detach() for tensor in inputs)
     expected = testing.reference(testing.attention_inputs(q, k, v, **options).backward(dout))
-    for gradient, exact in zip(found, expected[2:], strict=False):
+    for gradient, exact in zip(results, expected[2:], strict=False):
         assert exact is not None
         testing.close(gradient, exact)
 

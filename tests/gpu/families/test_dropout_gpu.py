@@ -25,11 +25,11 @@ def test_dropout_of_both_passes_is_close(causal: bool, head_dim: int, determinis
         q, k, v, causal=causal, dropout_p=DROPOUT, prefer="generated", deterministic=deterministic
     )
     dout = torch.randn_like(out)
-    found = (out, *torch.autograd.grad(out, (q, k, v), dout))
+    results = (out, *torch.autograd.grad(out, (q, k, v), dout))
     torch.manual_seed(11)
     inputs = testing.attention_inputs(q, k, v, causal=causal, dropout_p=DROPOUT).backward(dout)
     expected = testing.reference(inputs)
-    for result, exact in zip(found, (expected.out, expected.dq, expected.dk, expected.dv), strict=True):
+    for result, exact in zip(results, (expected.out, expected.dq, expected.dk, expected.dv), strict=True):
         assert exact is not None
         testing.close(result, exact)
 

@@ -79,7 +79,9 @@ def test_random_problems_are_correct() -> None:
 def test_defaults_pass_full_level(name: str) -> None:
     problem, target, device = tuned(name), device_target(), torch.device("cuda", 0)
     specialization = Specialization(lse=True)
-    able = [one for one in families() if unsupported_reason(one, problem, target, specialization) is None]
+    able = [
+        family for family in families() if unsupported_reason(family, problem, target, specialization) is None
+    ]
     assert able
     for family in able:
         config = family.default(problem, target)
@@ -119,7 +121,9 @@ def test_block_masks_with_empty_lists_are_correct(
 def test_masks_are_equal_on_cpu_and_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     problem, target, device = tuned(name), device_target(), torch.device("cuda", 0)
     family = next(
-        one for one in families() if unsupported_reason(one, problem, target, Specialization()) is None
+        family
+        for family in families()
+        if unsupported_reason(family, problem, target, Specialization()) is None
     )
     config = family.default(problem, target)
     kernel = render(family, problem, config, Specialization())
@@ -128,11 +132,11 @@ def test_masks_are_equal_on_cpu_and_gpu(name: str, monkeypatch: pytest.MonkeyPat
         for most in (0, 2**40):
             monkeypatch.setattr(masks, "FEW_COMPARISONS", most)
             made.append(prepare(case, Alignment.SIXTEEN, device, seed))
-        one, other = made
-        assert torch.equal(one.q.bits, other.q.bits), case.label
-        assert torch.equal(one.k.bits, other.k.bits), case.label
-        assert torch.equal(one.expected.out, other.expected.out), case.label
-        assert torch.equal(one.expected.allowed, other.expected.allowed), case.label
+        by_host, by_gpu = made
+        assert torch.equal(by_host.q.bits, by_gpu.q.bits), case.label
+        assert torch.equal(by_host.k.bits, by_gpu.k.bits), case.label
+        assert torch.equal(by_host.expected.out, by_gpu.expected.out), case.label
+        assert torch.equal(by_host.expected.allowed, by_gpu.expected.allowed), case.label
 
 
 @pytest.mark.alone
@@ -140,15 +144,17 @@ def test_masks_are_equal_on_cpu_and_gpu(name: str, monkeypatch: pytest.MonkeyPat
 def test_self_checks_are_short(name: str) -> None:
     problem, target, device = tuned(name), device_target(), torch.device("cuda", 0)
     specialization = Specialization(lse=True)
-    able = [one for one in families() if unsupported_reason(one, problem, target, specialization) is None]
+    able = [
+        family for family in families() if unsupported_reason(family, problem, target, specialization) is None
+    ]
     assert able
     for family in able:
         config = family.default(problem, target)
         kernel = render(family, problem, config, specialization)
         binary = compile_binary(kernel, target)
-        given = (kernel, problem, config, target, device)
-        check_rendered(*given, Level.QUICK, compiled=binary)
+        arguments = (kernel, problem, config, target, device)
+        check_rendered(*arguments, Level.QUICK, compiled=binary)
         start = time.perf_counter()
-        assert check_rendered(*given, Level.QUICK, compiled=binary).passed
+        assert check_rendered(*arguments, Level.QUICK, compiled=binary).passed
         seconds = time.perf_counter() - start
         assert seconds < QUICK_SECONDS, f"{family.name}: its self-check took {seconds:.2f} s"

@@ -132,8 +132,8 @@ def assert_right(inputs: Inputs, out: Tensor, scales: Named, scale: float | None
     q, k, v = inputs.tensors
     if scale is not None and scale < 0:
         q, scale = (-q.float()).to(q.dtype), -scale
-    given = ExtraInputs(scales.get("q_scale"), scales.get("k_scale"), scales.get("v_scale"))
-    expected = expect(problem, q, k, v, scale or problem.head_dim**-0.5, chosen, given)
+    extra_inputs = ExtraInputs(scales.get("q_scale"), scales.get("k_scale"), scales.get("v_scale"))
+    expected = expect(problem, q, k, v, scale or problem.head_dim**-0.5, chosen, extra_inputs)
     rows = out.flatten(0, 1)[chosen.heads][:, chosen.rows]
     assert out.dtype is torch.bfloat16
     assert worst_ratio(rows, expected.out, expected.allowed).item() <= 1
@@ -142,13 +142,13 @@ def assert_right(inputs: Inputs, out: Tensor, scales: Named, scale: float | None
 def test_attention_uses_the_scales_that_are_given(inputs: Inputs) -> None:
     q, k, v = inputs.tensors
     assert_right(inputs, flashtune.attention(q, k, v, causal=True, **inputs.scales), inputs.scales)
-    one = torch.full((), 0.01, device="cuda")
+    scalar = torch.full((), 0.01, device="cuda")
     some: tuple[Named, ...] = (
         {},
         {"q_scale": inputs.scales["q_scale"]},
         {"k_scale": inputs.scales["k_scale"]},
         {"v_scale": inputs.scales["v_scale"]},
-        {"q_scale": one.expand(2, 8), "k_scale": one.expand(2, 2)},
+        {"q_scale": scalar.expand(2, 8), "k_scale": scalar.expand(2, 2)},
     )
     for scales in some:
         # Elements without their scale are large: scores keep their size by the softmax scale.

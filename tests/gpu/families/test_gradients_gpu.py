@@ -67,19 +67,21 @@ def test_layouts(way: str, head_dim: int) -> None:
     moved = [tensor.transpose(1, 2).contiguous() for tensor in (q, k, v)]
     if way == "layout":
         inputs = [tensor.requires_grad_() for tensor in moved]
-        found = torch.autograd.grad(attend(*inputs, layout="bshd"), inputs, dout.transpose(1, 2).contiguous())
-        assert all(one.is_contiguous() for one in found)
-        right([one.transpose(1, 2) for one in found])
+        results = torch.autograd.grad(
+            attend(*inputs, layout="bshd"), inputs, dout.transpose(1, 2).contiguous()
+        )
+        assert all(gradient.is_contiguous() for gradient in results)
+        right([gradient.transpose(1, 2) for gradient in results])
     elif way == "views":
         views = [tensor.transpose(1, 2).requires_grad_() for tensor in moved]
-        found = torch.autograd.grad(attend(*views), views, dout)
-        assert [one.stride() for one in found] == [view.stride() for view in views]
-        right(found)
+        results = torch.autograd.grad(attend(*views), views, dout)
+        assert [gradient.stride() for gradient in results] == [view.stride() for view in views]
+        right(results)
     elif way == "of_one_tensor":
         joined = torch.stack(moved, 2).requires_grad_()
         out = attend(*joined.unbind(2), layout="bshd")
         (together,) = torch.autograd.grad(out, (joined,), dout.transpose(1, 2))
-        right([one.transpose(1, 2) for one in together.unbind(2)])
+        right([gradient.transpose(1, 2) for gradient in together.unbind(2)])
     else:
         q, k, v = (tensor.requires_grad_() for tensor in (q, k, v))
         even = torch.full((), 0.5, dtype=q.dtype, device=DEVICE).expand(q.shape)
@@ -99,9 +101,9 @@ def test_deterministic_gradients_are_bitwise_equal(options: dict[str, Any], head
     first = once()
     differing = torch.zeros((), dtype=torch.int64, device=DEVICE)
     for _ in range(REPEATS):
-        for one, other in zip(first, once(), strict=True):
-            differing += (one != other).sum()
-    assert all(one.isfinite().all() for one in first)
+        for gradient, again in zip(first, once(), strict=True):
+            differing += (gradient != again).sum()
+    assert all(gradient.isfinite().all() for gradient in first)
     assert int(differing) == 0
 
 
@@ -116,7 +118,7 @@ def test_deterministic_gradients_of_many_programs_are_bitwise_equal(
     dout = torch.randn_like(q)
     first, *others = (gradients(q, k, v, dout, causal=causal, deterministic=True) for _ in range(50))
     for other in others:
-        assert all(torch.equal(one, again) for one, again in zip(first, other, strict=True))
+        assert all(torch.equal(gradient, again) for gradient, again in zip(first, other, strict=True))
     close(first, (q, k, v), dout, causal=causal)
 
 
@@ -126,6 +128,6 @@ def test_dropout_against_float64(lengths: tuple[int, int], head_dim: int) -> Non
     q, k, v = leaves(*lengths, head_dim=head_dim)
     dout = torch.randn_like(q)
     torch.manual_seed(11)
-    found = gradients(q, k, v, dout, dropout_p=DROPOUT)
+    results = gradients(q, k, v, dout, dropout_p=DROPOUT)
     torch.manual_seed(11)
-    close(found, (q, k, v), dout, causal=True, dropout_p=DROPOUT)
+    close(results, (q, k, v), dout, causal=True, dropout_p=DROPOUT)

@@ -41,8 +41,8 @@ def plan(kernel_cache: Path) -> Iterator[Plan]:
 def verified(plan: Plan) -> tuple[tuple[Control, ...], dict[str, Found]]:
     """All mutants that this GPU can run, verified at once: kernels compile and run side by side."""
     mutants = [mutant for mutant in gpu_mutants() if runs_on(mutant, plan.target)]
-    controls, found = run_mutants(mutants, plan, lambda one: None)
-    return controls, {mutant.id: one for mutant, one in zip(mutants, found, strict=True)}
+    controls, results = run_mutants(mutants, plan, lambda result: None)
+    return controls, {mutant.id: result for mutant, result in zip(mutants, results, strict=True)}
 
 
 @pytest.mark.parametrize("mutant", gpu_mutants(), ids=lambda mutant: mutant.id)
@@ -51,8 +51,8 @@ def test_mutant_is_detected_or_equivalent(
 ) -> None:
     if not runs_on(mutant, plan.target):
         pytest.skip("its family does not run here")
-    found = verified[1][mutant.id]
-    assert found.fate in {*CAUGHT, Fate.DELAYED, Fate.EQUIVALENT}, found.caught_by
+    result = verified[1][mutant.id]
+    assert result.fate in {*CAUGHT, Fate.DELAYED, Fate.EQUIVALENT}, result.caught_by
 
 
 def test_unmodified_kernels_are_accepted(

@@ -32,12 +32,12 @@ WAIT = 120.0
 def test_missing_wait_is_detected_with_delays(name: str, seed: int) -> None:
     mutant: Mutant = MUTANTS[name]
     subject, target, device = mutant.subject, device_target(0), torch.device("cuda", 0)
-    given = (subject.problem, subject.config, target, device)
-    verdict = check_delayed(broken(mutant), *given, seed=seed)
+    arguments = (subject.problem, subject.config, target, device)
+    verdict = check_delayed(broken(mutant), *arguments, seed=seed)
     assert verdict is not None
     assert not verdict.passed
     assert verdict.failed.startswith("delayed ")
-    right = check_delayed(rendered(subject), *given, seed=seed)
+    right = check_delayed(rendered(subject), *arguments, seed=seed)
     assert right is not None
     assert right.passed, right.failed
 

@@ -49,34 +49,34 @@ def one_row(tensor: Tensor) -> Tensor:
     return tensor[:, :, :1].expand(-1, -1, tensor.shape[2], -1)
 
 
-@pytest.mark.parametrize("place", [off_border, odd_rows, one_row])
+@pytest.mark.parametrize("view", [off_border, odd_rows, one_row])
 @pytest.mark.parametrize("position", range(3), ids="qkv")
 def test_one_tensor_without_tma_support_selects_the_portable_family(
-    place: Callable[[Tensor], Tensor], position: int
+    view: Callable[[Tensor], Tensor], position: int
 ) -> None:
-    given = list(tensors())
-    assert family_of(*given) == NATIVE
-    given[position] = place(given[position])
-    assert family_of(*given) == PORTABLE
-    assert_right(attention(*given), *given)
+    inputs = list(tensors())
+    assert family_of(*inputs) == NATIVE
+    inputs[position] = view(inputs[position])
+    assert family_of(*inputs) == PORTABLE
+    assert_right(attention(*inputs), *inputs)
 
 
 def of_a_fused_projection(q: Tensor, k: Tensor, v: Tensor) -> Triple:
     """Rows of one matrix that hold the heads of all three side by side."""
     heads = [tensor.shape[1] for tensor in (q, k, v)]
     fused = torch.cat([tensor.transpose(1, 2) for tensor in (q, k, v)], dim=2).contiguous()
-    one, two, three = (part.transpose(1, 2) for part in fused.split(heads, dim=2))
-    return one, two, three
+    own_q, own_k, own_v = (part.transpose(1, 2) for part in fused.split(heads, dim=2))
+    return own_q, own_k, own_v
 
 
 def positions_first(q: Tensor, k: Tensor, v: Tensor) -> Triple:
-    one, two, three = (tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in (q, k, v))
-    return one, two, three
+    own_q, own_k, own_v = (tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in (q, k, v))
+    return own_q, own_k, own_v
 
 
 def every_other_head(q: Tensor, k: Tensor, v: Tensor) -> Triple:
-    one, two, three = (tensor.repeat_interleave(2, 1)[:, ::2] for tensor in (q, k, v))
-    return one, two, three
+    own_q, own_k, own_v = (tensor.repeat_interleave(2, 1)[:, ::2] for tensor in (q, k, v))
+    return own_q, own_k, own_v
 
 
 def shared_over_the_batch(q: Tensor, k: Tensor, v: Tensor) -> Triple:
@@ -89,14 +89,14 @@ def queries_alike(q: Tensor, k: Tensor, v: Tensor) -> Triple:
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 @pytest.mark.parametrize(
-    "place",
+    "view",
     [of_a_fused_projection, positions_first, every_other_head, shared_over_the_batch, queries_alike],
 )
-def test_strided_tensors_are_correct(place: Callable[..., Triple], head_dim: int) -> None:
-    given = place(*tensors(head_dim))
-    assert_right(attention(*given), *given)
-    if all(all(tensor.stride()) for tensor in given):
-        assert family_of(*given) == NATIVE
+def test_strided_tensors_are_correct(view: Callable[..., Triple], head_dim: int) -> None:
+    inputs = view(*tensors(head_dim))
+    assert_right(attention(*inputs), *inputs)
+    if all(all(tensor.stride()) for tensor in inputs):
+        assert family_of(*inputs) == NATIVE
 
 
 @pytest.mark.parametrize("shown", [2, 4, 8])

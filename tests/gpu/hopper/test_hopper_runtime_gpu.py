@@ -47,13 +47,13 @@ def test_captured_call_replays_with_new_values(head_dim: int) -> None:
 
 
 def test_alternating_streams() -> None:
-    given = [tensors(seed=seed) for seed in range(2)]
-    expected = [attention(*each) for each in given]
-    streams = [torch.cuda.Stream() for _ in given]
+    inputs = [tensors(seed=seed) for seed in range(2)]
+    expected = [attention(*each) for each in inputs]
+    streams = [torch.cuda.Stream() for _ in inputs]
     torch.cuda.synchronize()
     outs: list[list[Tensor]] = [[], []]
     for _ in range(50):
-        for stream, each, kept in zip(streams, given, outs, strict=True):
+        for stream, each, kept in zip(streams, inputs, outs, strict=True):
             with torch.cuda.stream(stream):
                 kept.append(attention(*each))
     torch.cuda.synchronize()
@@ -62,10 +62,10 @@ def test_alternating_streams() -> None:
 
 
 def test_two_concurrent_threads() -> None:
-    given = [tensors(seed=seed) for seed in range(2)]
-    expected = [attention(*each) for each in given]
+    inputs = [tensors(seed=seed) for seed in range(2)]
+    expected = [attention(*each) for each in inputs]
     torch.cuda.synchronize()
-    together = threading.Barrier(len(given))
+    together = threading.Barrier(len(inputs))
     wrong: list[str] = []
 
     def work(number: int) -> None:
@@ -74,13 +74,13 @@ def test_two_concurrent_threads() -> None:
                 together.wait()
                 for turn in range(200):
                     # Addresses that the other thread has just given back are met as well.
-                    fresh = [tensor.clone() for tensor in given[number]]
+                    fresh = [tensor.clone() for tensor in inputs[number]]
                     if not torch.equal(attention(*fresh), expected[number]):
                         wrong.append(f"thread {number}, turn {turn}")
         except Exception as error:  # noqa: BLE001 - told below: pytest does not see into threads
             wrong.append(f"thread {number}: {error}")
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(len(given))]
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(len(inputs))]
     for thread in threads:
         thread.start()
     for thread in threads:

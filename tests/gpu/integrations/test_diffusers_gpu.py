@@ -38,16 +38,16 @@ def test_attention_of_models_is_served(monkeypatch: pytest.MonkeyPatch, name: st
     model = getattr(diffusers_models, name)(diffusers).cuda()
     want = output(model, masked=False)
     model = model.bfloat16()
-    usual = output(model, masked=False)
+    by_torch = output(model, masked=False)
     with integration.activate():
         for _ in range(2):
             output(model, masked=False)
             assert deferred.wait(300)
         assert passed_on, "torch serves until kernels are prepared"
         passed_on.clear()
-        found = output(model, masked=False)
+        out = output(model, masked=False)
     assert not passed_on
-    assert largest(found - want) <= 2 * largest(usual - want) + 1e-2
+    assert largest(out - want) <= 2 * largest(by_torch - want) + 1e-2
 
 
 def test_its_flash_attn_backends_call_flashtune() -> None:

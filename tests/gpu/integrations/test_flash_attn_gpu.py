@@ -74,9 +74,9 @@ def test_caches_without_synchronization(
         "rotary_cos": angle.cos().bfloat16(),
         "rotary_sin": angle.sin().bfloat16(),
     }
-    given = q.flatten(0, 1) if is_packed else q
+    queries = q.flatten(0, 1) if is_packed else q
     out = without_sync(
-        lambda: version_3.flash_attn_with_kvcache(given, k_cache, v_cache, k, k, causal=True, **inputs)
+        lambda: version_3.flash_attn_with_kvcache(queries, k_cache, v_cache, k, k, causal=True, **inputs)
     )
     turned = apply_rotary_emb(
         q,
@@ -119,7 +119,7 @@ def test_queries_in_8_bits_with_factors(options: dict[str, Any], is_packed: bool
     }
     if is_packed:
         starts = int32([0, 48, 96])
-        rows = [one.flatten(0, 1) for one in (q, k, v)]
+        rows = [tensor.flatten(0, 1) for tensor in (q, k, v)]
         out = version_3.flash_attn_varlen_func(*rows, starts, starts, 48, 48, **factors, **options).view_as(q)
     else:
         out = version_3.flash_attn_func(q, k, v, **factors, **options)
@@ -130,7 +130,7 @@ def test_queries_in_8_bits_with_factors(options: dict[str, Any], is_packed: bool
         scales = [factors[name][b].cpu() for name in ("q_descale", "k_descale", "v_descale")]
         own_q = q[b].cpu().double() * scales[0].repeat_interleave(2)[:, None]
         own_k, own_v = (
-            one[b].cpu().double() * scale[:, None] for one, scale in ((k, scales[1]), (v, scales[2]))
+            tensor[b].cpu().double() * scale[:, None] for tensor, scale in ((k, scales[1]), (v, scales[2]))
         )
         expected, _ = one_sequence(own_q, own_k, own_v, rule)
         # Kernels for 8-bit queries round the softmax to 8 bits.
@@ -166,8 +166,8 @@ def test_a_cuda_graph_follows_lengths_and_the_cache() -> None:
     with torch.cuda.graph(graph):
         out = step()
     lengths.copy_(int32([100, 200]))
-    for one in stored:
-        one.copy_(cache)
+    for pool in stored:
+        pool.copy_(cache)
     graph.replay()
     again = cache.clone(), cache.clone()
     expected = version_3.flash_attn_with_kvcache(q, *again, k, k, cache_seqlens=lengths, causal=True)
@@ -179,9 +179,11 @@ def test_gradients_of_a_plain_call_are_near_the_reference() -> None:
     own: Any = [normal(1, 20, 2, WIDTH).requires_grad_() for _ in range(3)]
     out: Any = flash_attn_func(own[0], own[1], own[2], causal=True)
     dout = normal(1, 20, 2, WIDTH)
-    found = torch.autograd.grad(out, own, dout)
-    theirs = [one.detach().cpu().double().requires_grad_() for one in own]
+    gradients = torch.autograd.grad(out, own, dout)
+    theirs = [tensor.detach().cpu().double().requires_grad_() for tensor in own]
     expected, _ = one_sequence(theirs[0][0], theirs[1][0], theirs[2][0], Rule(causal=True))
     wanted = torch.autograd.grad(expected, theirs, dout[0].cpu().double())
     assert largest_error(out[0], expected) < 2e-2
-    assert all(largest_error(one, other) < 5e-2 for one, other in zip(found, wanted, strict=True))
+    assert all(
+        largest_error(gradient, exact) < 5e-2 for gradient, exact in zip(gradients, wanted, strict=True)
+    )

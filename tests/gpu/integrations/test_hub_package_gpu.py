@@ -25,20 +25,20 @@ BF16 = torch.bfloat16
 
 def chosen() -> list[Record]:
     """A plain causal selection in Gluon, one in Triton, and one of decoding with pages; head dim 128."""
-    found: dict[str, Record] = {}
+    records: dict[str, Record] = {}
     for selection in shipped_selections():
         record = selection.record
         problem = record.problem
         features = {Feature.PAGES} if record.family == "decode_split_kv" else set()
         fits = problem.head_dim == problem.value_head_dim == 128 and problem.causal == "bottom_right"
         if is_served(record) and fits and problem.dtype == "bf16" and problem.features == features:
-            found.setdefault(record.family, record)
-    return [*found.values()]
+            records.setdefault(record.family, record)
+    return [*records.values()]
 
 
 def batched() -> list[Record]:
     """Causal selections of packed sequences, and of decoding with pages of 16 keys; head dim 128."""
-    found = []
+    records = []
     for selection in shipped_selections():
         record = selection.record
         problem = record.problem
@@ -47,8 +47,8 @@ def batched() -> list[Record]:
         fits = problem.head_dim == problem.value_head_dim == 128 and problem.causal == "bottom_right"
         fits = fits and problem.features == features and problem.page_size == page
         if is_served(record) and fits and problem.dtype == "bf16":
-            found.append(record)
-    return found
+            records.append(record)
+    return records
 
 
 def write(folder: Path, records: list[Record]) -> None:
@@ -89,10 +89,10 @@ def test_pages_are_served(package: Any) -> None:
     keys, values = (cache.transpose(1, 2) for cache in caches)
     fill_earlier(batch, keys, values)
     q, k, v = (tensor.cuda()[:, None] for tensor in (batch.q, batch.k, batch.v))
-    known = (batch.seqlens - 1).cuda()
+    cached = (batch.seqlens - 1).cuda()
     on_gpu = [cache.cuda() for cache in caches]
     out = package.flash_attn_with_kvcache(
-        q, *on_gpu, k, v, cache_seqlens=known, block_table=batch.table.cuda()
+        q, *on_gpu, k, v, cache_seqlens=cached, block_table=batch.table.cuda()
     )
     close(out[:, 0], batch)
 
@@ -112,14 +112,14 @@ def test_transformers_batches_continuously_through_a_package(tmp_path: Path, pag
     pytest.importorskip("transformers", minversion="5.17")
     pytest.importorskip("kernels", minversion="0.17")
     write(tmp_path, batched())
-    found = generation_of(tmp_path, Settings(PAGED, "cuda", "bfloat16", 128, page, graphs))
-    assert {*found.origins} == {str(tmp_path / "build/torch-cuda/__init__.py")}
-    assert {*found.calls} == {"flash_attn_varlen_func", "flash_attn_with_kvcache"}
-    assert found.lengths == [NEW_TOKENS] * len(LENGTHS)
-    assert found.served
-    assert (found.by_torch == 0) == (page == 16)
+    generation = generation_of(tmp_path, Settings(PAGED, "cuda", "bfloat16", 128, page, graphs))
+    assert {*generation.origins} == {str(tmp_path / "build/torch-cuda/__init__.py")}
+    assert {*generation.calls} == {"flash_attn_varlen_func", "flash_attn_with_kvcache"}
+    assert generation.lengths == [NEW_TOKENS] * len(LENGTHS)
+    assert generation.served
+    assert (generation.by_torch == 0) == (page == 16)
     # Rounding to bf16 alone gives 0.01; a key less gives 1.6.
-    assert found.slack < 0.1
+    assert generation.slack < 0.1
 
 
 def replayed(run: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -144,11 +144,11 @@ def test_torch_decodes_in_a_cuda_graph(package: Any, softcap: float) -> None:
             pages[:length].normal_()
     table = torch.arange(12, dtype=torch.int32, device="cuda").view(4, 3)
     table[-1] = -1
-    known = torch.tensor([40, 0, 95, -1], dtype=torch.int32, device="cuda")
+    cached = torch.tensor([40, 0, 95, -1], dtype=torch.int32, device="cuda")
 
     def run(caches: list[torch.Tensor]) -> torch.Tensor:
-        given = {"cache_seqlens": known, "block_table": table, "causal": True, "softcap": softcap}
-        out: torch.Tensor = package.flash_attn_with_kvcache(q, *caches, k, v, **given)
+        options = {"cache_seqlens": cached, "block_table": table, "causal": True, "softcap": softcap}
+        out: torch.Tensor = package.flash_attn_with_kvcache(q, *caches, k, v, **options)
         return out
 
     eager = [cache.clone() for cache in before]
@@ -161,14 +161,14 @@ def test_torch_decodes_in_a_cuda_graph(package: Any, softcap: float) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:no kernel of this package")
-@pytest.mark.parametrize("known", [None, 70])
-def test_a_cuda_graph_captures_lengths_from_the_host(package: Any, known: int | None) -> None:
+@pytest.mark.parametrize("cached", [None, 70])
+def test_a_cuda_graph_captures_lengths_from_the_host(package: Any, cached: int | None) -> None:
     q, *caches = (torch.randn(6, 32, heads, 128, device="cuda", dtype=BF16) for heads in (4, 2, 2))
     table = torch.arange(6, dtype=torch.int32, device="cuda").view(2, 3)
 
     def run() -> torch.Tensor:
         out: torch.Tensor = package.flash_attn_with_kvcache(
-            q[:2, :1], *caches, cache_seqlens=known, block_table=table, causal=True
+            q[:2, :1], *caches, cache_seqlens=cached, block_table=table, causal=True
         )
         return out
 

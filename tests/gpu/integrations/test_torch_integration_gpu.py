@@ -116,8 +116,8 @@ def tensors(
     generator = torch.Generator("cuda").manual_seed(seqlen_q)
 
     def normal(count: int, length: int) -> Tensor:
-        one = torch.randn(batch, length, count, width, generator=generator, device="cuda", dtype=dtype)
-        made = one.transpose(1, 2)
+        drawn = torch.randn(batch, length, count, width, generator=generator, device="cuda", dtype=dtype)
+        made = drawn.transpose(1, 2)
         return (made.contiguous() if heads_first else made).requires_grad_(requires_grad)
 
     return normal(heads, seqlen_q), normal(kv_heads, seqlen_kv), normal(kv_heads, seqlen_kv)
@@ -131,21 +131,21 @@ def prepared(call: Callable[[], Any]) -> Any:
     return call()
 
 
-def close(found: Tensor, want: Tensor, bound: float = BF16_ERROR) -> None:
-    torch.testing.assert_close(found.double(), want.double(), atol=bound, rtol=bound)
+def close(actual: Tensor, want: Tensor, bound: float = BF16_ERROR) -> None:
+    torch.testing.assert_close(actual.double(), want.double(), atol=bound, rtol=bound)
 
 
-def reference(given: Triple, mask: Tensor | None = None, **options: Any) -> Tensor:
-    q, k, v = (one.double() for one in given)
+def reference(inputs: Triple, mask: Tensor | None = None, **options: Any) -> Tensor:
+    q, k, v = (tensor.double() for tensor in inputs)
     bias = mask
     if mask is not None and mask.dtype is torch.bool:
         bias = torch.zeros(mask.shape, device="cuda").masked_fill(~mask, -torch.inf)
     return by_definition(q, k, v, None if bias is None else bias.double(), **options)[0]
 
 
-def both_passes(call: Callable[[], Tensor], given: Triple, dout: Tensor) -> tuple[Tensor, ...]:
+def both_passes(call: Callable[[], Tensor], inputs: Triple, dout: Tensor) -> tuple[Tensor, ...]:
     out = call()
-    return (out, *torch.autograd.grad(out, given, dout.to(out.dtype)))
+    return (out, *torch.autograd.grad(out, inputs, dout.to(out.dtype)))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -155,54 +155,58 @@ def both_passes(call: Callable[[], Tensor], given: Triple, dout: Tensor) -> tupl
 def test_both_passes(served: Served, backend: str, causal: bool, kv_heads: int, heads_first: bool) -> None:
     if backend == "efficient" and (kv_heads != 8 or heads_first):
         pytest.skip("the efficient backend takes no groups of heads, and its gradients have heads last")
-    given = tensors(kv_heads=kv_heads, requires_grad=True, heads_first=heads_first)
-    dout = torch.randn_like(given[0])
+    inputs = tensors(kv_heads=kv_heads, requires_grad=True, heads_first=heads_first)
+    dout = torch.randn_like(inputs[0])
 
     def call() -> Tensor:
         with sdpa_kernel(BACKENDS[backend]):
-            return sdpa(*given, is_causal=causal, enable_gqa=kv_heads != 8)
+            return sdpa(*inputs, is_causal=causal, enable_gqa=kv_heads != 8)
 
-    prepared(lambda: both_passes(call, given, dout))
+    prepared(lambda: both_passes(call, inputs, dout))
     served.clear()
-    found = both_passes(call, given, dout)
+    results = both_passes(call, inputs, dout)
     assert served.passes == {"forward": 1, "backward": 1}
-    want = both_passes(lambda: reference(given, causal=causal), given, dout)
-    for one, other in zip(found, want, strict=True):
-        close(one, other)
+    want = both_passes(lambda: reference(inputs, causal=causal), inputs, dout)
+    for result, expected in zip(results, want, strict=True):
+        close(result, expected)
     with integration.disabled():
-        theirs = both_passes(call, given, dout)
-    for one, other in zip(found, theirs, strict=True):
-        assert (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
+        theirs = both_passes(call, inputs, dout)
+    for result, expected in zip(results, theirs, strict=True):
+        assert (result.shape, result.stride(), result.dtype) == (
+            expected.shape,
+            expected.stride(),
+            expected.dtype,
+        )
 
 
 def test_default_priority_reaches_flashtune(served: Served) -> None:
-    given = tensors(requires_grad=True)
-    dout = torch.randn_like(given[0])
+    inputs = tensors(requires_grad=True)
+    dout = torch.randn_like(inputs[0])
 
     def call() -> Tensor:
-        return sdpa(*given, is_causal=True, enable_gqa=True)
+        return sdpa(*inputs, is_causal=True, enable_gqa=True)
 
-    prepared(lambda: both_passes(call, given, dout))
+    prepared(lambda: both_passes(call, inputs, dout))
     served.clear()
-    found = both_passes(call, given, dout)
+    results = both_passes(call, inputs, dout)
     assert served.passes == {"forward": 1, "backward": 1}
-    for one, other in zip(
-        found, both_passes(lambda: reference(given, causal=True), given, dout), strict=True
+    for result, expected in zip(
+        results, both_passes(lambda: reference(inputs, causal=True), inputs, dout), strict=True
     ):
-        close(one, other)
+        close(result, expected)
 
 
 def test_a_measured_gain_is_served(table: Served) -> None:
     if torch.cuda.get_device_name() != "NVIDIA H200":
         pytest.skip("the shipped table is for another GPU")
-    given = tensors(4096, 4096, batch=4, heads=32, kv_heads=8)
+    inputs = tensors(4096, 4096, batch=4, heads=32, kv_heads=8)
     with torch.no_grad():
-        prepared(lambda: sdpa(*given, is_causal=True, enable_gqa=True))
+        prepared(lambda: sdpa(*inputs, is_causal=True, enable_gqa=True))
         table.clear()
-        out = sdpa(*given, is_causal=True, enable_gqa=True)
+        out = sdpa(*inputs, is_causal=True, enable_gqa=True)
         assert table.passes["forward"] == 1
         with integration.disabled():
-            close(out, sdpa(*given, is_causal=True, enable_gqa=True))
+            close(out, sdpa(*inputs, is_causal=True, enable_gqa=True))
 
 
 MASKS = "padding", "fully masked rows", "boolean rows", "bias", "expanded bias", "bias with gaps"
@@ -229,60 +233,60 @@ def masks(seqlen_q: int, seqlen_kv: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("kind", MASKS)
 @pytest.mark.parametrize("scale", [None, 0.0, 0.2])
 def test_masks_and_biases(served: Served, kind: str, scale: float | None) -> None:
-    given, mask = tensors(304, 304), masks(304, 304)[kind]
+    inputs, mask = tensors(304, 304), masks(304, 304)[kind]
     with torch.no_grad():
 
         def call() -> Tensor:
-            return sdpa(*given, mask, scale=scale, enable_gqa=True)
+            return sdpa(*inputs, mask, scale=scale, enable_gqa=True)
 
         prepared(call)
         served.clear()
-        found = call()
+        out = call()
         assert served.passes["forward"] == 1
         if kind == "boolean rows":
             # Of some versions, torch's bias for a boolean mask is finite: such rows see all keys.
             with integration.disabled():
-                close(found, call())
+                close(out, call())
         else:
-            close(found, reference(given, mask, scale=scale))
+            close(out, reference(inputs, mask, scale=scale))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_one_pass_of_torch_and_one_of_flashtune(served: Served, backend: str) -> None:
-    given = tensors(kv_heads=8, requires_grad=True)
-    dout = torch.randn_like(given[0])
+    inputs = tensors(kv_heads=8, requires_grad=True)
+    dout = torch.randn_like(inputs[0])
 
     def call() -> Tensor:
         with sdpa_kernel(BACKENDS[backend]):
-            return sdpa(*given, is_causal=True)
+            return sdpa(*inputs, is_causal=True)
 
-    prepared(lambda: both_passes(call, given, dout))
-    want = both_passes(lambda: reference(given, causal=True), given, dout)[1:]
+    prepared(lambda: both_passes(call, inputs, dout))
+    want = both_passes(lambda: reference(inputs, causal=True), inputs, dout)[1:]
     served.clear()
     out = call()
     assert served.passes["forward"] == 1
     integration.deactivate()
-    for one, other in zip(torch.autograd.grad(out, given, dout), want, strict=True):
-        close(one, other)
+    for gradient, expected in zip(torch.autograd.grad(out, inputs, dout), want, strict=True):
+        close(gradient, expected)
     out = call()
     with integration.activate():
         served.clear()
-        for one, other in zip(torch.autograd.grad(out, given, dout), want, strict=True):
-            close(one, other)
+        for gradient, expected in zip(torch.autograd.grad(out, inputs, dout), want, strict=True):
+            close(gradient, expected)
         assert not +served.passes, "torch's forward pass is followed by torch's backward pass"
 
 
 def others() -> dict[str, tuple[Triple, dict[str, Any]]]:
-    given = tensors()
+    inputs = tensors()
     trained = torch.zeros(300, 300, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     x = torch.randn(2 * 8 * 304 * 64 + 8, device="cuda", dtype=torch.bfloat16)[1 : 1 + 2 * 8 * 300 * 64]
     return {
-        "dropout": (given, {"dropout_p": 0.3}),
-        "trained bias": (given, {"attn_mask": trained}),
-        "unaligned": ((x.view(2, 8, 300, 64), *given[1:]), {}),
-        "expanded queries": ((given[0][:1].expand(2, -1, -1, -1), *given[1:]), {}),
-        "float64": (tuple(one.double() for one in given), {}),  # type: ignore[dict-item]
-        "no sequences": (tuple(one[:0] for one in given), {}),  # type: ignore[dict-item]
+        "dropout": (inputs, {"dropout_p": 0.3}),
+        "trained bias": (inputs, {"attn_mask": trained}),
+        "unaligned": ((x.view(2, 8, 300, 64), *inputs[1:]), {}),
+        "expanded queries": ((inputs[0][:1].expand(2, -1, -1, -1), *inputs[1:]), {}),
+        "float64": (tuple(tensor.double() for tensor in inputs), {}),  # type: ignore[dict-item]
+        "no sequences": (tuple(tensor[:0] for tensor in inputs), {}),  # type: ignore[dict-item]
     }
 
 
@@ -291,36 +295,36 @@ def others() -> dict[str, tuple[Triple, dict[str, Any]]]:
     ["dropout", "trained bias", "unaligned", "expanded queries", "float64", "no sequences"],
 )
 def test_other_calls_have_the_bits_of_torch(served: Served, kind: str) -> None:
-    given, options = others()[kind]
+    inputs, options = others()[kind]
 
     def call() -> Tensor:
         torch.manual_seed(3)
-        return sdpa(*given, enable_gqa=True, **options)
+        return sdpa(*inputs, enable_gqa=True, **options)
 
     prepared(call)
     served.clear()
-    found = call()
+    out = call()
     assert not +served.passes
     with integration.disabled():
         want = call()
     # torch returns None without sequences.
-    assert found is want is None or torch.equal(found, want)
+    assert out is want is None or torch.equal(out, want)
 
 
 def test_calls_that_are_not_faster_have_the_bits_of_torch(
     table: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decision, "beats", lambda *_: False)
-    given = tensors(requires_grad=True)
-    dout = torch.randn_like(given[0])
+    inputs = tensors(requires_grad=True)
+    dout = torch.randn_like(inputs[0])
 
     def call() -> Tensor:
-        return sdpa(*given, enable_gqa=True)
+        return sdpa(*inputs, enable_gqa=True)
 
-    found = prepared(lambda: both_passes(call, given, dout))
+    results = prepared(lambda: both_passes(call, inputs, dout))
     with integration.disabled():
-        want = both_passes(call, given, dout)
-    assert torch.equal(found[0], want[0])
+        want = both_passes(call, inputs, dout)
+    assert torch.equal(results[0], want[0])
     assert not +table.passes
 
 
@@ -344,25 +348,25 @@ def test_packed_sequences(served: Served, window: tuple[int, int]) -> None:
 
     prepared(lambda: both_passes(call, (q, k, v), dout))
     served.clear()
-    found = both_passes(call, (q, k, v), dout)
+    results = both_passes(call, (q, k, v), dout)
     assert served.passes == {"forward": 1, "backward": 1}
 
     def sequences() -> Tensor:
         outs = []
         for first, last in itertools.pairwise(STARTS):
-            one, other, values = (x[first:last].transpose(0, 1)[None].double() for x in (q, k, v))
+            queries, keys, values = (x[first:last].transpose(0, 1)[None].double() for x in (q, k, v))
             bias = None
             if window[0] >= 0:
                 rows = torch.arange(last - first, device="cuda")
                 far = rows[:, None] - rows > window[0]
                 bias = torch.zeros(far.shape, device="cuda").double().masked_fill(far, -torch.inf)
-            out, _ = by_definition(one, other, values, bias, causal=window[1] == 0)
+            out, _ = by_definition(queries, keys, values, bias, causal=window[1] == 0)
             outs.append(out[0].transpose(0, 1))
         return torch.cat(outs)
 
     want = both_passes(sequences, (q, k, v), dout)
-    for one, other in zip(found, want, strict=True):
-        close(one, other)
+    for result, expected in zip(results, want, strict=True):
+        close(result, expected)
 
 
 def test_pages(served: Served) -> None:
@@ -404,9 +408,9 @@ def test_new_lengths_never_wait(served: Served) -> None:
         times = []
         with torch.no_grad(), sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
             for length in lengths:
-                one, keys, values = (each[:, :, :length] for each in (q, k, v))
+                queries, keys, values = (each[:, :, :length] for each in (q, k, v))
                 start = time.perf_counter()
-                sdpa(one, keys, values, is_causal=True)
+                sdpa(queries, keys, values, is_causal=True)
                 times.append(time.perf_counter() - start)
         torch.cuda.synchronize()
         return times
@@ -432,7 +436,8 @@ def test_new_lengths_never_wait(served: Served) -> None:
         sys.stdout.write(f"\n{name}: at most {1e3 * times[slowest]:.2f} ms, at length {lengths[slowest]}")
     assert served.passes["forward"] >= 1000
     waits = {
-        name: [one - other for one, other in zip(times, theirs, strict=True)] for name, times in ours.items()
+        name: [own - original for own, original in zip(times, theirs, strict=True)]
+        for name, times in ours.items()
     }
     assert max(waits["new"]) < LONGEST_WAIT
     assert max(waits["later"]) < LONGEST_WAIT
@@ -445,17 +450,17 @@ def test_host_time_of_a_call_that_is_passed_on(table: Served, monkeypatch: pytes
     monkeypatch.undo()
     integration.deactivate()
     monkeypatch.setattr(decision, "beats", lambda *_: False)
-    given = tensors(16, 16, batch=1)
+    inputs = tensors(16, 16, batch=1)
     library: Any = None
 
     def microseconds(calls: int = 500) -> float:
         torch.cuda.synchronize()
         start = time.perf_counter()
         for _ in range(calls):
-            sdpa(*given, enable_gqa=True)
+            sdpa(*inputs, enable_gqa=True)
         return 1e6 * (time.perf_counter() - start) / calls
 
-    found: dict[str, list[float]] = {"torch": [], "empty": [], "flashtune": []}
+    host_times: dict[str, list[float]] = {"torch": [], "empty": [], "flashtune": []}
     name = "_scaled_dot_product_cudnn_attention"
     original = torch.library.get_kernel(aten._scaled_dot_product_cudnn_attention.default, "CUDA").call_boxed
 
@@ -464,20 +469,20 @@ def test_host_time_of_a_call_that_is_passed_on(table: Served, monkeypatch: pytes
 
     with torch.no_grad():
         with integration.activate():
-            prepared(lambda: sdpa(*given, enable_gqa=True))
+            prepared(lambda: sdpa(*inputs, enable_gqa=True))
         for _ in range(30):
-            found["torch"].append(microseconds())
+            host_times["torch"].append(microseconds())
             library = torch.library.Library("aten", "IMPL")
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 library.impl(name, empty, "CUDA", with_keyset=True)
-            found["empty"].append(microseconds())
+            host_times["empty"].append(microseconds())
             library._destroy()
             with integration.activate():
                 microseconds(3)
-                found["flashtune"].append(microseconds())
-    least = {name: min(times) for name, times in found.items()}
-    middle = {name: statistics.median(times) for name, times in found.items()}
+                host_times["flashtune"].append(microseconds())
+    least = {name: min(times) for name, times in host_times.items()}
+    middle = {name: statistics.median(times) for name, times in host_times.items()}
     sys.stdout.write(f"\nhost time of a call in us, least: {least}, median: {middle}\n")
     assert least["flashtune"] - least["empty"] < 4
 
@@ -497,8 +502,8 @@ def test_opcheck(served: Served, name: str, needs_grad: bool) -> None:
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_calls(served: Served, dynamic: bool) -> None:
-    given = tensors(requires_grad=True)
-    dout = torch.randn_like(given[0])
+    inputs = tensors(requires_grad=True)
+    dout = torch.randn_like(inputs[0])
 
     def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return sdpa(q * 2, k, v, is_causal=True, enable_gqa=True) + 1
@@ -507,20 +512,20 @@ def test_compiled_calls(served: Served, dynamic: bool) -> None:
     compiled = torch.compile(function, fullgraph=True, dynamic=dynamic)
 
     def call() -> tuple[Tensor, ...]:
-        return both_passes(lambda: compiled(*given), given, dout)
+        return both_passes(lambda: compiled(*inputs), inputs, dout)
 
     prepared(call)
     served.clear()
-    found = call()
+    results = call()
     assert served.passes == {"forward": 1, "backward": 1}
-    want = both_passes(lambda: reference((given[0] * 2, *given[1:]), causal=True) + 1, given, dout)
-    for one, other in zip(found, want, strict=True):
-        close(one, other, 4e-2)
+    want = both_passes(lambda: reference((inputs[0] * 2, *inputs[1:]), causal=True) + 1, inputs, dout)
+    for result, expected in zip(results, want, strict=True):
+        close(result, expected, 4e-2)
 
 
 def test_compiled_calls_in_cuda_graphs(served: Served) -> None:
-    given = tensors(requires_grad=True)
-    dout = torch.randn_like(given[0])
+    inputs = tensors(requires_grad=True)
+    dout = torch.randn_like(inputs[0])
     torch._dynamo.reset()
     compiled = torch.compile(
         lambda q, k, v: sdpa(q, k, v, is_causal=True, enable_gqa=True) * 2, mode="reduce-overhead"
@@ -528,38 +533,38 @@ def test_compiled_calls_in_cuda_graphs(served: Served) -> None:
 
     def call() -> tuple[Tensor, ...]:
         torch.compiler.cudagraph_mark_step_begin()
-        return tuple(one.clone() for one in both_passes(lambda: compiled(*given), given, dout))
+        return tuple(result.clone() for result in both_passes(lambda: compiled(*inputs), inputs, dout))
 
     def eager() -> tuple[Tensor, ...]:
-        return both_passes(lambda: sdpa(*given, is_causal=True, enable_gqa=True) * 2, given, dout)
+        return both_passes(lambda: sdpa(*inputs, is_causal=True, enable_gqa=True) * 2, inputs, dout)
 
-    want = both_passes(lambda: reference(given, causal=True) * 2, given, dout)
+    want = both_passes(lambda: reference(inputs, causal=True) * 2, inputs, dout)
     prepared(eager)
     for _ in range(4):
-        found = call()
+        last = call()
         deferred.wait()
     # Calls that were passed on are not compared. torch 2.11 caches cuDNN's backward graphs without the
     # strides of the output's gradient, so gradients depend on the calls of earlier tests.
-    for name, results in {"compiled": found, "eager": eager()}.items():
-        for part, one, other in zip(("out", "dq", "dk", "dv"), results, want, strict=True):
-            right = (one.double() - other).abs() <= 4e-2 * (1 + other.abs())
+    for name, results in {"compiled": last, "eager": eager()}.items():
+        for part, result, expected in zip(("out", "dq", "dk", "dv"), results, want, strict=True):
+            right = (result.double() - expected).abs() <= 4e-2 * (1 + expected.abs())
             rows = (~right).any(-1).nonzero()
-            assert right.all(), f"{name}: {part}, strides {one.stride()}, rows {rows[:8].tolist()}"
+            assert right.all(), f"{name}: {part}, strides {result.stride()}, rows {rows[:8].tolist()}"
 
 
 def test_cuda_graph(served: Served) -> None:
-    given, other = tensors(), tensors(301, 300)
+    inputs, other = tensors(), tensors(301, 300)
     with torch.no_grad():
-        prepared(lambda: sdpa(*given, is_causal=True, enable_gqa=True))
+        prepared(lambda: sdpa(*inputs, is_causal=True, enable_gqa=True))
         served.clear()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            out = sdpa(*given, is_causal=True, enable_gqa=True)
+            out = sdpa(*inputs, is_causal=True, enable_gqa=True)
             unknown = sdpa(*other, enable_gqa=True)
         assert served.passes["forward"] == 1, "a call that is new during the capture is passed on"
-        given[0].copy_(given[0].flip(2))
+        inputs[0].copy_(inputs[0].flip(2))
         graph.replay()
-        close(out, reference(given, causal=True))
+        close(out, reference(inputs, causal=True))
         close(unknown, reference(other))
 
 
@@ -586,20 +591,20 @@ def test_preparations_and_captures_at_once(served: Served) -> None:
 
 
 def test_a_thousand_activations(served: Served) -> None:
-    given = tensors()
+    inputs = tensors()
     with torch.no_grad():
-        want = prepared(lambda: sdpa(*given, enable_gqa=True))
+        want = prepared(lambda: sdpa(*inputs, enable_gqa=True))
         integration.deactivate()
-        theirs = sdpa(*given, enable_gqa=True)
+        theirs = sdpa(*inputs, enable_gqa=True)
         torch.cuda.synchronize()
         memory = torch.cuda.memory_allocated()
         for number in range(1000):
             with integration.activate():
                 if number % 100 == 0:
-                    assert torch.equal(sdpa(*given, enable_gqa=True), want)
+                    assert torch.equal(sdpa(*inputs, enable_gqa=True), want)
         gc.collect()
         assert torch.cuda.memory_allocated() <= memory + 2**20
-        assert torch.equal(sdpa(*given, enable_gqa=True), theirs)
+        assert torch.equal(sdpa(*inputs, enable_gqa=True), theirs)
 
 
 def outcome(call: Callable[[], Any]) -> Any:
@@ -609,8 +614,8 @@ def outcome(call: Callable[[], Any]) -> Any:
         return type(error)
 
 
-def transformed(given: Triple) -> dict[str, Callable[[], Any]]:
-    q, k, v = given
+def transformed(inputs: Triple) -> dict[str, Callable[[], Any]]:
+    q, k, v = inputs
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return sdpa(q, k, v, is_causal=True, enable_gqa=True)
@@ -621,7 +626,7 @@ def transformed(given: Triple) -> dict[str, Callable[[], Any]]:
         return torch.autograd.grad(first.sum(), leaf)
 
     return {
-        "vmap": lambda: torch.vmap(attend)(*(one[None].expand(3, -1, -1, -1, -1) for one in given)),
+        "vmap": lambda: torch.vmap(attend)(*(tensor[None].expand(3, -1, -1, -1, -1) for tensor in inputs)),
         "jvp": lambda: torch.func.jvp(lambda x: attend(x, k, v), (q,), (q,))[1],
         "grad": lambda: torch.func.grad(lambda x: attend(x, k, v).float().sum())(q),
         "twice": twice,
@@ -632,30 +637,30 @@ def transformed(given: Triple) -> dict[str, Callable[[], Any]]:
 def test_transforms_do_what_they_do_with_torch(served: Served, kind: str) -> None:
     call = transformed(tensors())[kind]
     for _ in range(3):
-        found = outcome(call)
+        result = outcome(call)
         deferred.wait()
     with integration.disabled():
         want = outcome(call)
-    assert type(found) is type(want)
-    if isinstance(found, Tensor):
-        close(found, want)
+    assert type(result) is type(want)
+    if isinstance(result, Tensor):
+        close(result, want)
     else:
-        assert found == want
+        assert result == want
 
 
 @pytest.mark.parametrize("warn_only", [False, True])
 def test_deterministic_mode(served: Served, warn_only: bool) -> None:
-    given = tensors(requires_grad=True)
-    dout = torch.randn_like(given[0])
+    inputs = tensors(requires_grad=True)
+    dout = torch.randn_like(inputs[0])
     torch.use_deterministic_algorithms(True, warn_only=warn_only)
     try:
 
         def call() -> tuple[Tensor, ...]:
-            return both_passes(lambda: sdpa(*given, is_causal=True, enable_gqa=True), given, dout)
+            return both_passes(lambda: sdpa(*inputs, is_causal=True, enable_gqa=True), inputs, dout)
 
         want = prepared(call)
         for _ in range(5):
-            assert all(torch.equal(one, other) for one, other in zip(call(), want, strict=True))
+            assert all(torch.equal(result, expected) for result, expected in zip(call(), want, strict=True))
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -663,25 +668,25 @@ def test_deterministic_mode(served: Served, warn_only: bool) -> None:
 def test_autocast_and_checkpoints(served: Served) -> None:
     from torch.utils.checkpoint import checkpoint
 
-    given = tensors(dtype=torch.float32, requires_grad=True)
-    dout = torch.randn_like(given[0])
+    inputs = tensors(dtype=torch.float32, requires_grad=True)
+    dout = torch.randn_like(inputs[0])
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return sdpa(q, k, v, is_causal=True, enable_gqa=True)
 
     def call() -> tuple[Tensor, ...]:
         with torch.autocast("cuda", torch.bfloat16):
-            out = checkpoint(attend, *given, use_reentrant=False)
-        return (out, *torch.autograd.grad(out, given, dout.to(out.dtype)))
+            out = checkpoint(attend, *inputs, use_reentrant=False)
+        return (out, *torch.autograd.grad(out, inputs, dout.to(out.dtype)))
 
     prepared(call)
     served.clear()
-    found = call()
+    results = call()
     assert served.passes == {"forward": 2, "backward": 1}
-    for one, other in zip(
-        found, both_passes(lambda: reference(given, causal=True), given, dout), strict=True
+    for result, expected in zip(
+        results, both_passes(lambda: reference(inputs, causal=True), inputs, dout), strict=True
     ):
-        close(one, other, 3e-2)
+        close(result, expected, 3e-2)
 
 
 def test_jagged_nested_tensors(served: Served) -> None:
@@ -689,10 +694,10 @@ def test_jagged_nested_tensors(served: Served) -> None:
     parts = [torch.randn(length, 8, 64, device="cuda", dtype=torch.bfloat16) for length in lengths]
     q = torch.nested.as_nested_tensor(parts, layout=torch.jagged).transpose(1, 2)
     with torch.no_grad():
-        found = prepared(lambda: sdpa(q, q, q))
-    for one, part in zip(found.transpose(1, 2).unbind(), parts, strict=True):
+        out = prepared(lambda: sdpa(q, q, q))
+    for row, part in zip(out.transpose(1, 2).unbind(), parts, strict=True):
         heads_first = part.transpose(0, 1)[None]
-        close(one.transpose(0, 1), reference((heads_first, heads_first, heads_first))[0])
+        close(row.transpose(0, 1), reference((heads_first, heads_first, heads_first))[0])
 
 
 def test_exported_programs(served: Served) -> None:
@@ -700,10 +705,10 @@ def test_exported_programs(served: Served) -> None:
         def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return sdpa(q, k, v, is_causal=True)
 
-    given = tensors(kv_heads=8)
+    inputs = tensors(kv_heads=8)
     with torch.no_grad():
-        program = torch.export.export(Attention(), given).module()
-        prepared(lambda: program(*given))
+        program = torch.export.export(Attention(), inputs).module()
+        prepared(lambda: program(*inputs))
         served.clear()
-        close(program(*given), reference(given, causal=True))
+        close(program(*inputs), reference(inputs, causal=True))
         assert served.passes["forward"] == 1

@@ -33,20 +33,20 @@ SIDES = {"images": ("none",), "audio to text": ("right",)}
 CASES = [
     (name, side, dtype)
     for dtype, all_sides in ((torch.float32, ("left", "right")), (torch.bfloat16, ("left",)))
-    for name, one in ARCHITECTURES.items()
-    for side in SIDES.get(one.kind, all_sides)
+    for name, architecture in ARCHITECTURES.items()
+    for side in SIDES.get(architecture.kind, all_sides)
 ]
 
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     """Whether flashtune served each call. No replaced operator counts as faster, and padding is moved."""
-    found: list[bool] = []
+    is_served: list[bool] = []
     original = integration.prepared
 
     def prepared(job: Job) -> Any:
         executor = original(job)
-        found.append(executor is not None)
+        is_served.append(executor is not None)
         return executor
 
     forget()
@@ -55,7 +55,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     monkeypatch.setattr(integration, "prepared", prepared)
     monkeypatch.setattr(integration, "_usual", lambda *_: None)
     integration.register()
-    yield found
+    yield is_served
     deferred.wait()
     SESSION.forget()
 
@@ -76,22 +76,24 @@ def test_logits_and_gradients(served: list[bool], name: str, side: str, dtype: t
     want = reference(
         model_of(transformers, name, "eager", "cuda", DOUBLE), inputs_of(name, side, "cuda", DOUBLE)
     )
-    usual = error(
+    baseline = error(
         passes_of(model_of(transformers, name, ARCHITECTURES[name].usual, "cuda", dtype), inputs), want
     )
     model = model_of(transformers, name, "tuned_attention", "cuda", dtype)
     before = error(passes_of(model, inputs), want)
     prepare(lambda: passes_of(model, inputs))
     served.clear()
-    found = error(passes_of(model, inputs), want)
+    after = error(passes_of(model, inputs), want)
     assert served
     assert all(served)
-    for errors in (before, found):
-        for one, other in zip(errors, usual, strict=True):
-            assert one <= 2 * other + 1e-5
+    for errors in (before, after):
+        for own, original in zip(errors, baseline, strict=True):
+            assert own <= 2 * original + 1e-5
 
 
-@pytest.mark.parametrize("name", [name for name, one in ARCHITECTURES.items() if one.generates])
+@pytest.mark.parametrize(
+    "name", [name for name, architecture in ARCHITECTURES.items() if architecture.generates]
+)
 def test_generated_tokens(served: list[bool], name: str) -> None:
     inputs = inputs_of(name, "right" if ARCHITECTURES[name].kind == "audio to text" else "left", "cuda")
     want = generated(model_of(transformers, name, ARCHITECTURES[name].usual, "cuda"), inputs, NEW_TOKENS)
@@ -110,8 +112,8 @@ def test_compiled_generation(served: list[bool], name: str) -> None:
     want = generated(model_of(transformers, name, ARCHITECTURES[name].usual, "cuda"), inputs, NEW_TOKENS)
     model = model_of(transformers, name, "tuned_attention", "cuda")
     for _ in range(2):
-        found = generated(model, inputs, NEW_TOKENS, cache_implementation="static")
-        assert torch.equal(found, want)
+        tokens = generated(model, inputs, NEW_TOKENS, cache_implementation="static")
+        assert torch.equal(tokens, want)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "bert"])
@@ -147,12 +149,12 @@ def test_long_sequences_with_padding(served: list[bool]) -> None:
     for name in ("llama", "gemma3"):
         changes = {"max_position_embeddings": 1024, "head_dim": 64}
         want = reference(model_of(transformers, name, "eager", "cuda", DOUBLE, **changes), inputs)
-        usual = error(
+        baseline = error(
             passes_of(model_of(transformers, name, "sdpa", "cuda", torch.bfloat16, **changes), inputs), want
         )
         model = model_of(transformers, name, "tuned_attention", "cuda", torch.bfloat16, **changes)
         prepare(lambda model=model: passes_of(model, inputs))
         served.clear()
-        found = error(passes_of(model, inputs), want)
+        errors = error(passes_of(model, inputs), want)
         assert all(served)
-        assert all(one <= 2 * other + 1e-5 for one, other in zip(found, usual, strict=True))
+        assert all(own <= 2 * original + 1e-5 for own, original in zip(errors, baseline, strict=True))

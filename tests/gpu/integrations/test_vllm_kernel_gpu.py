@@ -49,9 +49,9 @@ def errors(function: Any, vllm: Any, name: str, device: str) -> list[float]:
     stored = torch.zeros(PAGES, KV_HEADS, PAGE, 2 * WIDTH, dtype=BF16)
     fill_earlier(batch, *vllm_objects.split(stored), case.k_scale, case.v_scale)
     cache = stored.to(device)
-    q, k, v = (one.to(device) for one in (batch.q, batch.k, batch.v))
+    q, k, v = (tensor.to(device) for tensor in (batch.q, batch.k, batch.v))
     names = {"query_start_loc": batch.starts, "seq_lens": batch.seqlens, "slot_mapping": batch.slots}
-    changes: Any = {key: one.to(device) for key, one in names.items()}
+    changes: Any = {key: tensor.to(device) for key, tensor in names.items()}
     common = vllm_objects.common(batch, block_table_tensor=batch.table.to(device), **changes)
     sinks = None if case.sinks is None else case.sinks.to(device)
     case = case._replace(sinks=sinks)
@@ -71,7 +71,7 @@ def errors(function: Any, vllm: Any, name: str, device: str) -> list[float]:
         sinks=sinks,
     )
     want = expected(batch, CASES[name])
-    return [float((one.cpu().double() - want).abs().max()) for one in (out, theirs)]
+    return [float((result.cpu().double() - want).abs().max()) for result in (out, theirs)]
 
 
 class Load(NamedTuple):
@@ -131,6 +131,6 @@ def test_times_next_to_vllms_kernel(function: Any, vllm: Any, name: str) -> None
         return kernel(q, cache, common, scale=WIDTH**-0.5)
 
     torch.testing.assert_close(ours(), theirs(), atol=2e-2, rtol=2e-2)
-    one, other = (do_bench_cudagraph(call, rep=50) for call in (ours, theirs))
-    words = f"flashtune {1e3 * one:.1f} us, vLLM {1e3 * other:.1f} us, {other / one:.2f}"
+    own_time, vllm_time = (do_bench_cudagraph(call, rep=50) for call in (ours, theirs))
+    words = f"flashtune {1e3 * own_time:.1f} us, vLLM {1e3 * vllm_time:.1f} us, {vllm_time / own_time:.2f}"
     sys.stdout.write(f"\n{name}: {words}\n")

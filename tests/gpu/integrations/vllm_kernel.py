@@ -122,7 +122,7 @@ class VllmKernel:
         tokens, batch = common.num_actual_tokens, common.num_reqs
         k, v = cache.transpose(1, 2).split(q.shape[2], dim=-1)
         out = torch.empty_like(q)
-        one = torch.ones((), device=q.device).expand(batch, k.shape[2])
+        scales = torch.ones((), device=q.device).expand(batch, k.shape[2])
         self._function(
             q=q[:tokens],
             k=k,
@@ -138,8 +138,8 @@ class VllmKernel:
             block_table=common.block_table_tensor[:batch],
             softcap=softcap or 0,
             q_descale=None,
-            k_descale=one,
-            v_descale=one,
+            k_descale=scales,
+            v_descale=scales,
             seq_threshold_3D=self._threshold,
             num_par_softmax_segments=SEGMENTS,
             softmax_segm_output=self._parts,

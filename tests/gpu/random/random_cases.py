@@ -73,10 +73,10 @@ def _lengths(chance: random.Random, problem: Problem, config: Config, batch: int
         return _length(chance, _borders(problem, config))
 
     if not is_ragged(problem):
-        one, other = queries(), keys()
+        seqlen_q, seqlen_kv = queries(), keys()
         if not splits_of(config) and chance.random() < 0.2:
-            one = other
-        return Lengths((one,) * batch, (other,) * batch)
+            seqlen_q = seqlen_kv
+        return Lengths((seqlen_q,) * batch, (seqlen_kv,) * batch)
     some = [0 if chance.random() < 0.15 else 1 if chance.random() < 0.1 else keys() for _ in range(batch)]
     if not problem.packed:
         return Lengths((queries(),) * batch, tuple(some))
@@ -91,7 +91,7 @@ def _borders(problem: Problem, config: Config) -> list[int]:
     block = tile_of(config)[1]
     sides = [block, block, block * max(1, splits_of(config))]
     masks = problem.window_left, problem.chunk, problem.page_size, problem.block_mask
-    return [*sides, *(one for one in masks if one)]
+    return [*sides, *(width for width in masks if width)]
 
 
 def _length(chance: random.Random, sides: list[int]) -> int:

@@ -64,7 +64,7 @@ def check_all(trials: Sequence[Trial], target: Target, seed: int, tell: Callable
     results: dict[Subject, Result] = {}
     refused: list[str] = []
     with pebble.ProcessPool(max_workers=1, context=multiprocessing.get_context("spawn")) as pool:
-        for subject in (one for one in own if one not in unfit):
+        for subject in (subject for subject in own if subject not in unfit):
             try:
                 reason = pool.schedule(refusal, (subject, target), timeout=SECONDS).result()
             except (pebble.ProcessExpired, TimeoutError) as error:
@@ -79,8 +79,8 @@ def check_all(trials: Sequence[Trial], target: Target, seed: int, tell: Callable
             except (pebble.ProcessExpired, TimeoutError) as error:
                 ended = wrong_at(own[subject][0][1], f"its process ended: {error}")
                 results[subject] = Result((ended,), {"ended": float("inf")})
-            for one in results[subject].wrong:
-                tell(f"WRONG {one.family} {one.problem} {one.config}\n      {one.what}")
+            for wrong in results[subject].wrong:
+                tell(f"WRONG {wrong.family} {wrong.problem} {wrong.config}\n      {wrong.what}")
     return _summary(own, results, refused, unfit, compiled - started, time.monotonic() - compiled)
 
 
@@ -107,7 +107,7 @@ def _summary(
         by_family=dict(counts),
         worst_by_family={family: max(figures.values()) for family, figures in worst.items()},
         worst_by_figure=dict(worst),
-        wrong=[one for result in results.values() for one in result.wrong],
+        wrong=[wrong for result in results.values() for wrong in result.wrong],
         compile_s=round(compile_s, 1),
         check_s=round(check_s, 1),
     )

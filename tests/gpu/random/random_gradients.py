@@ -52,9 +52,9 @@ def subjects(seed: int, target: Target) -> Iterator[Subject]:
     own = [family for family in families() if family.direction is Direction.BACKWARD]
     plain = [frozenset[Feature]()] * PLAIN_KERNELS
     for asked, family in itertools.product((*plain, *feature_sets()), own):
-        found = draw_subject(asked, family, chance, target)
-        if found is not None:
-            yield found
+        subject = draw_subject(asked, family, chance, target)
+        if subject is not None:
+            yield subject
 
 
 def trials(count: int, seed: int, target: Target, most: int | None = None) -> Iterator[Trial]:
@@ -87,7 +87,7 @@ def random_gradients(chance: random.Random, problem: Problem, config: Config) ->
     tiles = tiles_of(config, reduced=False)
     kv_heads = chance.choice((1, 1, 2, 3))
     batch = chance.choice((1, 2, 3, 5)) if is_ragged(problem) else chance.choice((1, 1, 2, 3))
-    masks = [one for one in (problem.window_left, problem.chunk) if one]
+    masks = [width for width in (problem.window_left, problem.chunk) if width]
     drawn = _lengths(chance, problem, batch, [*tiles.queries, *masks], [*tiles.keys, *masks])
     queries, keys = max(1, *drawn.queries), max(1, *drawn.keys)
     spare = chance.choice((0, 0, 1, 40)) if problem.kv_lengths and not problem.packed else 0

@@ -86,9 +86,9 @@ def subjects(seed: int, target: Target) -> Iterator[Subject]:
     chance = random.Random(seed)
     own = [family for family in families() if family.direction is Direction.FORWARD]
     for asked, family in itertools.product(feature_sets(), own):
-        found = draw_subject(asked, family, chance, target)
-        if found is not None:
-            yield found
+        subject = draw_subject(asked, family, chance, target)
+        if subject is not None:
+            yield subject
 
 
 def trials(count: int, seed: int, target: Target) -> Iterator[Trial]:

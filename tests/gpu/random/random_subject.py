@@ -52,8 +52,8 @@ def refusal(subject: Subject, target: Target) -> str:
     """Why a kernel's self-check refuses it; nothing where it may serve. Ends a process whose GPU it broke."""
     kernel, binary = _loaded(subject, target)
     try:
-        given = (kernel, subject.problem, subject.config, target, DEVICE, Level.QUICK)
-        return check_rendered(*given, compiled=binary).failed
+        arguments = (kernel, subject.problem, subject.config, target, DEVICE, Level.QUICK)
+        return check_rendered(*arguments, compiled=binary).failed
     except (KernelError, RuntimeError) as error:
         leave_if_broken(DEVICE, error)
         return str(error)
@@ -66,16 +66,16 @@ def check_subject(some: Sequence[tuple[int, Trial]], target: Target, seed: int) 
     worst: dict[str, float] = {}
     for start in range(0, len(some), AT_ONCE):
         try:
-            found = [
+            findings = [
                 (trial, finding)
                 for number, trial in some[start : start + AT_ONCE]
                 for finding in _findings(kernel, binary, trial, target, INPUTS * seed + number)
             ]
-            numbers = torch.stack([finding.figure.double() for _, finding in found]).tolist()
+            numbers = torch.stack([finding.figure.double() for _, finding in findings]).tolist()
         except RuntimeError as error:
             leave_if_broken(DEVICE, error)
             raise
-        for (trial, finding), number in zip(found, numbers, strict=True):
+        for (trial, finding), number in zip(findings, numbers, strict=True):
             if finding.limit:
                 compared = finding.what.partition(": ")[2]
                 worst[compared] = max(worst.get(compared, 0.0), number)

@@ -103,8 +103,8 @@ def run(
     q, k, v, side, scale = call
     out = torch.full((*q.shape[:3], v.shape[-1]), before)
     row_lse = torch.full(q.shape[:3], before)
-    found = specialization_of((q, k, v, out), lse)
-    specialization = Specialization(found.alignment, max(found.index_bits, index_bits), lse)
+    required = specialization_of((q, k, v, out), lse)
+    specialization = Specialization(required.alignment, max(required.index_bits, index_bits), lse)
     kernel = render(family, problem, config, specialization)
     launch = bind(kernel, TARGET, ForwardTensors(q, k, v, out), side, allocate=poisoned)
     launch((q, k, v, out, row_lse if lse else None), scale, side)

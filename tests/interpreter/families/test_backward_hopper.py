@@ -85,9 +85,9 @@ def test_accumulators_are_initialised_with_softmax_terms(
     _, shapes, _ = module.launch_plan(*tensors)
     stats, sums = (torch.full(shape, math.nan) for shape in shapes)
     grid, integers = module.prologue_plan(*tensors)
-    given = (out, dout, lse, *((dlse,) if with_dlse else ()), stats, sums, *((SCALE,) if init else ()))
-    assert len(given) + len(integers) == len(kernel.prologue.arguments)  # type: ignore[union-attr]
-    module.prepare[grid](*given, *integers)
+    arguments = (out, dout, lse, *((dlse,) if with_dlse else ()), stats, sums, *((SCALE,) if init else ()))
+    assert len(arguments) + len(integers) == len(kernel.prologue.arguments)  # type: ignore[union-attr]
+    module.prepare[grid](*arguments, *integers)
     assert torch.equal(sums, torch.zeros_like(sums))
     rows = stats.reshape(2, 3, 2, -1)
     # Rows behind the last have no weight, like rows that see nothing, whatever their product is.
@@ -109,9 +109,9 @@ def test_counters_and_sums_are_initialised_to_zero(head_dim: int) -> None:
     _, shapes, _ = module.launch_plan(*tensors)
     stats, sums, counters = (torch.full(shape, math.nan) for shape in shapes)
     grid, integers = module.prologue_plan(*tensors)
-    given = (*tensors[3:5], torch.randn(2, 3, 150), stats, sums, counters, SCALE)
-    assert len(given) + len(integers) == len(kernel.prologue.arguments)  # type: ignore[union-attr]
-    module.prepare[grid](*given, *integers)
+    arguments = (*tensors[3:5], torch.randn(2, 3, 150), stats, sums, counters, SCALE)
+    assert len(arguments) + len(integers) == len(kernel.prologue.arguments)  # type: ignore[union-attr]
+    module.prepare[grid](*arguments, *integers)
     assert not counters.view(torch.int32).any()
     assert torch.equal(sums, torch.zeros_like(sums))
 
@@ -127,9 +127,9 @@ def test_rows_of_dropout_assume_scaled_probabilities(init: bool) -> None:
     _, shapes, _ = module.launch_plan(*tensors)
     stats, sums = (torch.full(shape, math.nan) for shape in shapes)
     grid, integers = module.prologue_plan(*tensors)
-    given = (out, dout, lse, stats, sums, seed, *((SCALE,) if init else ()), dropout)
-    assert len(given) + len(integers) == len(kernel.prologue.arguments)  # type: ignore[union-attr]
-    module.prepare[grid](*given, *integers)
+    arguments = (out, dout, lse, stats, sums, seed, *((SCALE,) if init else ()), dropout)
+    assert len(arguments) + len(integers) == len(kernel.prologue.arguments)  # type: ignore[union-attr]
+    module.prepare[grid](*arguments, *integers)
     rows = stats.reshape(6, 4, -1)
     larger = lse.reshape(6, 150) + math.log(1 - dropout)
     torch.testing.assert_close(rows[:, 0, :150], -larger / SCALE if init else -larger * math.log2(math.e))
@@ -232,9 +232,9 @@ def test_packed_rows_are_prepared_in_blocks_of_their_sequence(
     stats, sums = (torch.full(shape, math.nan) for shape in shapes)
     grid, integers = module.prologue_plan(*planned)
     cap = 2.5
-    given = (out, dout, lse, stats, sums, starts, cap if softcap else SCALE)
-    assert len(given) + len(integers) == len(kernel.prologue.arguments)  # type: ignore[union-attr]
-    module.prepare[grid](*given, *integers)
+    arguments = (out, dout, lse, stats, sums, starts, cap if softcap else SCALE)
+    assert len(arguments) + len(integers) == len(kernel.prologue.arguments)  # type: ignore[union-attr]
+    module.prepare[grid](*arguments, *integers)
     assert torch.equal(sums, torch.zeros_like(sums))
     block_m = 128 if width == 64 else 64
     rows = stats.reshape(3, 2, -1)
@@ -292,9 +292,9 @@ def sink_errors(kernel: Kernel, width: int, packed: bool) -> float:
     module.prepare[grid](out, dout, lse, dlse, *workspaces, *side[:2], SCALE, *integers)
     dsinks = torch.full((len(rows), 3), math.nan)
     last_grid, last_integers = module.epilogue_plan(*planned)
-    given = (workspaces[1], tensors[5], workspaces[-1], dsinks, *side[1:2], SCALE, *last_integers)
-    assert len(given) == len(kernel.epilogue.arguments)  # type: ignore[union-attr]
-    module.finish[last_grid](*given)
+    arguments = (workspaces[1], tensors[5], workspaces[-1], dsinks, *side[1:2], SCALE, *last_integers)
+    assert len(arguments) == len(kernel.epilogue.arguments)  # type: ignore[union-attr]
+    module.finish[last_grid](*arguments)
     delta = (out.double() * dout.double()).sum(-1) - dlse
     taken = torch.exp(sinks[:, None] - lse.double()).masked_fill(lse.isneginf(), 0.0) * delta
     expected = torch.stack([-taken[batch, :, own].sum(-1) for batch, own in rows])

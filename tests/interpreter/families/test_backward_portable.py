@@ -126,7 +126,7 @@ def test_features_together(names: tuple[str, ...]) -> None:
 def test_gradient_of_a_constant_bias_is_not_written(family: Family) -> None:
     problem = a_problem(bias=Bias.ADDITIVE, causal=Causal.BOTTOM_RIGHT)
     call = make_call(problem)
-    expected = {name: one for name, one in call.expected.items() if name != "dbias"}
+    expected = {name: gradient for name, gradient in call.expected.items() if name != "dbias"}
     call = Call(call.tensors._replace(dbias=None), call.side, expected)
     check_gradients(family, problem, small_config(family, "constant"), call)
 
@@ -216,11 +216,11 @@ def test_rendered_module_is_standalone(family: Family, features: dict[str, bool]
     kernel = render(family, problem, small_config(family, "alone"), Specialization())
     extra = {name: getattr(call.side, name) for name in kernel.all_side}
     backward = functools.partial(load_module(kernel).attention_backward, **extra)
-    found = backward(q, k, v, out, lse, dout, SCALE)
-    for gradient, right in zip(found, call.expected.values(), strict=True):
+    gradients = backward(q, k, v, out, lse, dout, SCALE)
+    for gradient, right in zip(gradients, call.expected.values(), strict=True):
         torch.testing.assert_close(gradient.double(), right.double(), atol=1e-4, rtol=1e-4)
     # The same scores: both the queries and their factor are negated.
     negated = backward(-q, k, v, out, lse, dout, -SCALE)
-    torch.testing.assert_close(negated[0], -found[0])
+    torch.testing.assert_close(negated[0], -gradients[0])
     nothing = backward(q[:, :, :0], k, v, out[:, :, :0], lse[:, :, :0], dout[:, :, :0])
     assert not nothing[1].any()

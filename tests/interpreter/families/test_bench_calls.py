@@ -33,9 +33,9 @@ def test_prepared_and_usual_calls_compute_the_problem(name: str) -> None:
     bound = bind_program(call, detail)
     judge = output_judge(problem, tensors)
     assert judge(bound.run()) <= 1
-    usual = bound.call()
-    assert isinstance(usual, Tensor)
-    assert judge(call.heads_first(usual)) <= 1
+    out = bound.call()
+    assert isinstance(out, Tensor)
+    assert judge(call.heads_first(out)) <= 1
 
 
 @pytest.mark.parametrize("name", ["window", "softcap", "additive bias", "sinks", "packed with features"])

@@ -54,31 +54,31 @@ def test_masks_of_keys_have_one_list_for_all_tiles(config: dict[str, Any]) -> No
         assert len(written(kernel, problem, mask)[-1]) == 2
 
 
-def are_right(kernel: Kernel, problem: Problem, config: HopperConfig, given: Tensor | None = None) -> bool:
+def are_right(kernel: Kernel, problem: Problem, config: HopperConfig, bias: Tensor | None = None) -> bool:
     """Whether the lists and words of a mask or bias, by default a random one, are right."""
-    given = a_bias(problem) if given is None else given
-    made = written(kernel, problem, given)
-    own = tuple(slice(0, 1 if given.stride(axis) == 0 else None) for axis in (0, 1))
-    rows = config.block_m if given.stride(2) == 0 else problem.seqlen_q
+    bias = a_bias(problem) if bias is None else bias
+    made = written(kernel, problem, bias)
+    own = tuple(slice(0, 1 if bias.stride(axis) == 0 else None) for axis in (0, 1))
+    rows = config.block_m if bias.stride(2) == 0 else problem.seqlen_q
     problem = msgspec.structs.replace(problem, seqlen_q=min(rows, problem.seqlen_q))
     right = True
-    for found, meant in zip(made, block_lists(problem, config, given[own][:, :, :rows]).written, strict=True):
+    for tensor, meant in zip(made, block_lists(problem, config, bias[own][:, :, :rows]).written, strict=True):
         is_written = meant != -1
-        right &= bool((found.numpy().reshape(-1) == meant)[is_written].all())
+        right &= bool((tensor.numpy().reshape(-1) == meant)[is_written].all())
     return right
 
 
-def written(kernel: Kernel, problem: Problem, given: Tensor) -> list[Tensor]:
+def written(kernel: Kernel, problem: Problem, bias: Tensor) -> list[Tensor]:
     """Returns the workspaces of the prologues."""
     module = load_module(kernel)
     queries, keys = problem.seqlen_q, problem.seqlen_kv
     lengths = ((problem.heads, queries), (problem.kv_heads, keys))
     q, k = (torch.empty(problem.batch, heads, length, 16) for heads, length in lengths)
-    shapes = module.launch_plan(q, k, k, q, given)[1]
+    shapes = module.launch_plan(q, k, k, q, bias)[1]
     made = [torch.full(shape, -1, dtype=torch.int32) for shape in shapes]
-    grid, integers = module.first_plan(q, k, k, q, given)
-    module.classify_blocks[grid](given, *made[:-1], *integers)
-    grid, integers = module.prologue_plan(q, k, k, q, given)
+    grid, integers = module.first_plan(q, k, k, q, bias)
+    module.classify_blocks[grid](bias, *made[:-1], *integers)
+    grid, integers = module.prologue_plan(q, k, k, q, bias)
     module.list_blocks[grid](made[0], made[-1], *integers)
     return made
 
@@ -107,9 +107,9 @@ def lists_blocks(kernel: Kernel, problem: Problem, config: HopperConfig) -> bool
     lengths_too = () if side.seqlens_kv is None else (side.seqlens_kv,)
     module.list_blocks[grid](*lengths_too, side.block_counts, side.block_indices, *made, *integers)
     right = True
-    for found, meant in zip(made, lists_of_blocks(problem, config, side), strict=True):
+    for workspace, meant in zip(made, lists_of_blocks(problem, config, side), strict=True):
         written = meant != -1
-        right &= bool((found.numpy().reshape(-1) == meant)[written].all())
+        right &= bool((workspace.numpy().reshape(-1) == meant)[written].all())
     return right
 
 

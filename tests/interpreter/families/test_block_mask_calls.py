@@ -114,8 +114,8 @@ def test_compile_takes_a_mask_as_argument() -> None:
 def test_operator() -> None:
     call = dense_call(*tensors(), causal=True, return_lse=True, block_mask=a_mask())
     assert op_library.call_of(op_library.operands(call)).options == call.options
-    for one, other in zip(call_operator(call), run_call(call), strict=True):
-        assert torch.equal(one, other)
+    for result, expected in zip(call_operator(call), run_call(call), strict=True):
+        assert torch.equal(result, expected)
 
 
 def test_saved_operators_have_no_operands_of_block_masks() -> None:
@@ -123,8 +123,8 @@ def test_saved_operators_have_no_operands_of_block_masks() -> None:
     call = dense_call(*tensors(), causal=True, return_lse=True, window=(30, 0))
     earlier = op_library.operands(call)[: -len(op_library.LATER)]
     assert len(earlier) == len(op_library.ALL) - 3
-    for one, other in zip(torch.ops.flashtune.attention_features(*earlier), run_call(call), strict=True):
-        assert torch.equal(one, other)
+    for result, right in zip(torch.ops.flashtune.attention_features(*earlier), run_call(call), strict=True):
+        assert torch.equal(result, right)
     assert op_library.call_of(earlier).options == call.options
 
 
@@ -154,17 +154,17 @@ def test_gradients(way: str, heads: int) -> None:
         out, lse = flashtune.attention(q, k, v, causal=True, block_mask=mask, return_lse=True)
         return out.square().sum() + lse.nan_to_num(neginf=0.0).sum()
 
-    found = [one.requires_grad_() for one in tensors()]
-    (loss if way == "eager" else torch.compile(loss, backend=way))(*found).backward()
-    right = [one.double().requires_grad_() for one in tensors()]
-    loss(*right).backward()
-    for one, other in zip(found, right, strict=True):
-        assert one.grad is not None
-        torch.testing.assert_close(one.grad.double(), other.grad, atol=1e-4, rtol=1e-4)
+    inputs = [tensor.requires_grad_() for tensor in tensors()]
+    (loss if way == "eager" else torch.compile(loss, backend=way))(*inputs).backward()
+    wide = [leaf.double().requires_grad_() for leaf in tensors()]
+    loss(*wide).backward()
+    for tensor, exact in zip(inputs, wide, strict=True):
+        assert tensor.grad is not None
+        torch.testing.assert_close(tensor.grad.double(), exact.grad, atol=1e-4, rtol=1e-4)
 
 
 def test_gradients_with_alibi_are_unfused() -> None:
-    q, k, v = (one.requires_grad_() for one in tensors())
+    q, k, v = (tensor.requires_grad_() for tensor in tensors())
     slopes = torch.rand(HEADS)
     with pytest.warns(flashtune.FlashtuneWarning, match="no ALiBi and no additive bias with a block mask"):
         flashtune.attention(q, k, v, block_mask=a_mask(), alibi_slopes=slopes).sum().backward()

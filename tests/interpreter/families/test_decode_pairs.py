@@ -64,8 +64,8 @@ def a_config(**changes: Any) -> DecodeConfig:
 
 def in_words(kernel: Kernel, kind: KvDtype) -> Kernel:
     """The kernel with `halves` in place of the GPU's instructions, and float32 in place of fp16."""
-    source, found = IN_PTX.subn(r"halves(\1)", kernel.source)
-    assert found
+    source, count = IN_PTX.subn(r"halves(\1)", kernel.source)
+    assert count
     constant = f"STORED = tl.constexpr({STORED[kind]})\n"
     source = source.replace("\n@triton.jit", constant + IN_WORDS + "@triton.jit", 1)
     source = re.sub(r"tl\.reshape\((q_tile\w*)", r"tl.reshape(\1.to(tl.float32)", source)

@@ -87,13 +87,13 @@ def test_both_passes_agree_with_float64(options: dict[str, Any], deterministic: 
     """The float64 path computes the same mask from the same seed, and is differentiable."""
     gradients = []
     for dtype in (torch.float32, torch.float64):
-        given = tensors(dtype)
-        laid = [one.transpose(1, 2) if "layout" in options else one for one in given]
+        inputs = tensors(dtype)
+        laid = [tensor.transpose(1, 2) if "layout" in options else tensor for tensor in inputs]
         prefer = "generated" if dtype is torch.float32 else "fastest"
         out = attend(*laid, deterministic=deterministic, prefer=prefer, **options)
-        gradients.append((out, *torch.autograd.grad(out.square().sum(), given)))
-    for found, right in zip(*gradients, strict=True):
-        torch.testing.assert_close(found.double(), right, atol=2e-4, rtol=1e-4)
+        gradients.append((out, *torch.autograd.grad(out.square().sum(), inputs)))
+    for result, right in zip(*gradients, strict=True):
+        torch.testing.assert_close(result.double(), right, atol=2e-4, rtol=1e-4)
 
 
 def test_packed_sequences_have_gradients() -> None:
@@ -105,18 +105,18 @@ def test_packed_sequences_have_gradients() -> None:
         torch.manual_seed(2)
         out = flashtune.attention_varlen(q, k, v, starts, starts, 16, 16, causal=True, dropout_p=0.4)
         gradients.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
-    for found, right in zip(*gradients, strict=True):
-        torch.testing.assert_close(found.double(), right, atol=2e-4, rtol=1e-4)
+    for result, right in zip(*gradients, strict=True):
+        torch.testing.assert_close(result.double(), right, atol=2e-4, rtol=1e-4)
 
 
 def test_dropout_depends_on_the_generator() -> None:
     q, k, v = tensors()
     with torch.no_grad():
-        one, same = attend(q, k, v), attend(q, k, v)
+        first, same = attend(q, k, v), attend(q, k, v)
         other = flashtune.attention(q, k, v, causal=True, dropout_p=0.3)
-    assert torch.equal(one, same)
-    assert not torch.equal(one, other)
-    assert torch.equal(attend(q, k, v), one)
+    assert torch.equal(first, same)
+    assert not torch.equal(first, other)
+    assert torch.equal(attend(q, k, v), first)
 
 
 def test_checkpointing_repeats_the_dropout_mask() -> None:
@@ -131,8 +131,8 @@ def test_checkpointing_repeats_the_dropout_mask() -> None:
     # Random numbers drawn in between do not change the numbers that are drawn again.
     torch.rand(3)
     saved = torch.autograd.grad(out.square().sum(), inputs)
-    for found, right in zip(saved, plain, strict=True):
-        assert torch.equal(found, right)
+    for gradient, right in zip(saved, plain, strict=True):
+        assert torch.equal(gradient, right)
 
 
 def test_compiled_calls_have_dropout() -> None:
@@ -145,8 +145,8 @@ def test_compiled_calls_have_dropout() -> None:
         again = call(*inputs, dropout_p=0.3)
         assert not torch.equal(out, again)
         ways.append((out, again, *torch.autograd.grad(out.square().sum(), inputs)))
-    for found, right in zip(*ways, strict=True):
-        torch.testing.assert_close(found, right)
+    for result, right in zip(*ways, strict=True):
+        torch.testing.assert_close(result, right)
 
 
 def test_plans_draw_a_seed_for_each_call() -> None:

@@ -80,12 +80,12 @@ def test_dense_lengths_are_clamped_to_the_keys(seqlen_q: int, needs_grad: bool) 
     wide = torch.full((3, KV_HEADS, 100, WIDTH), torch.nan)
     wide[:, :, :30] = torch.randn(3, KV_HEADS, 30, WIDTH)
     k = wide[:, :, :30].requires_grad_(needs_grad)
-    found = []
+    results = []
     for lengths in ([60, 100, -5], [30, 30, 0]):
         call = dense_call(q, k, k, return_lse=True, causal=True, kv_lengths=torch.tensor(lengths, dtype=INT))
         out, lse = unchecked(call, needs_grad)
         grads = torch.autograd.grad(out.sum(), (q, k)) if needs_grad else ()
-        found.append((out, lse, *grads))
-    for beyond, right in zip(*found, strict=True):
+        results.append((out, lse, *grads))
+    for beyond, right in zip(*results, strict=True):
         assert not beyond.isnan().any()
         assert torch.equal(beyond, right)

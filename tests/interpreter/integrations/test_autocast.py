@@ -19,7 +19,7 @@ STARTS = torch.tensor([0, 9, 20], dtype=torch.int32)
 
 
 def packed(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    q, k, v = (one[0].transpose(0, 1) for one in (q, k, v))
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (q, k, v))
     out: Tensor = flashtune.attention_varlen(q, k, v, STARTS, STARTS, 11, 11, **options)
     return out
 
@@ -27,8 +27,8 @@ def packed(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
 def paged(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     table = torch.arange(2, dtype=torch.int32)[None]
     # Pages of 16 rows, of which the sequence has 20.
-    pages = (torch.nn.functional.pad(one[0], (0, 0, 0, 12)).unflatten(1, (2, 16)) for one in (k, v))
-    k, v = (one.transpose(0, 1) for one in pages)
+    pages = (torch.nn.functional.pad(tensor[0], (0, 0, 0, 12)).unflatten(1, (2, 16)) for tensor in (k, v))
+    k, v = (tensor.transpose(0, 1) for tensor in pages)
     lengths = torch.tensor([20], dtype=torch.int32)
     q = q.transpose(1, 2)
     out: Tensor = flashtune.attention_paged(q, k, v, table, lengths, layout="hnd", **options)
@@ -36,7 +36,7 @@ def paged(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    q, k, v = (one.transpose(1, 2) for one in (q, k, v))
+    q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
     out = flash_attn_2.flash_attn_func(q, k, v)
     assert isinstance(out, Tensor)
     return out
@@ -58,7 +58,7 @@ def compiled(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
 
 def drawn(*types: torch.dtype, requires_grad: bool = False) -> list[Tensor]:
     torch.manual_seed(0)
-    return [torch.randn(1, 2, 20, 16).to(one).requires_grad_(requires_grad) for one in types]
+    return [torch.randn(1, 2, 20, 16).to(dtype).requires_grad_(requires_grad) for dtype in types]
 
 
 MIXED = [
@@ -73,11 +73,11 @@ MIXED = [
 def test_types_are_those_of_sdpa(types: tuple[torch.dtype, ...]) -> None:
     q, k, v = drawn(*types)
     with torch.autocast("cpu", BF16):
-        out, usual = flashtune.attention(q, k, v), scaled_dot_product_attention(q, k, v)
+        out, expected = flashtune.attention(q, k, v), scaled_dot_product_attention(q, k, v)
         with torch.autocast("cpu", enabled=False):
             assert flashtune.attention(v, v, v).dtype is v.dtype
-    assert out.dtype is usual.dtype
-    torch.testing.assert_close(out, usual, atol=1e-2, rtol=1e-2)
+    assert out.dtype is expected.dtype
+    torch.testing.assert_close(out, expected, atol=1e-2, rtol=1e-2)
 
 
 WAYS: dict[str, Call] = {
@@ -100,25 +100,25 @@ WAYS: dict[str, Call] = {
 def test_all_entry_points_cast(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     call, q, k, v = WAYS[way], *drawn(torch.float32, torch.float32, BF16)
     with torch.autocast("cpu", BF16):
-        found = call(q, k, v)
+        out = call(q, k, v)
         again = call(q.bfloat16(), k.bfloat16(), v)
-    assert found.dtype is BF16
-    assert torch.equal(found, again)
+    assert out.dtype is BF16
+    assert torch.equal(out, again)
     if way != "bias":
-        assert torch.equal(found, call(q.bfloat16(), k.bfloat16(), v))
+        assert torch.equal(out, call(q.bfloat16(), k.bfloat16(), v))
 
 
 @pytest.mark.parametrize("way", ["dense", "softcap", "packed", "flash_attn", "operator", "compiled"])
 def test_gradients_have_the_types_of_the_inputs(way: str) -> None:
-    given = drawn(torch.float32, torch.float32, BF16, requires_grad=True)
+    inputs = drawn(torch.float32, torch.float32, BF16, requires_grad=True)
     with torch.autocast("cpu", BF16):
-        out = WAYS[way](*given)
-    found = torch.autograd.grad(out.float().square().sum(), given)
-    cast = [one.detach().bfloat16().requires_grad_() for one in given]
+        out = WAYS[way](*inputs)
+    gradients = torch.autograd.grad(out.float().square().sum(), inputs)
+    cast = [tensor.detach().bfloat16().requires_grad_() for tensor in inputs]
     wanted = torch.autograd.grad(WAYS[way](*cast).float().square().sum(), cast)
-    for one, other, source in zip(found, wanted, given, strict=True):
-        assert one.dtype is source.dtype
-        assert torch.equal(one, other.to(one.dtype))
+    for gradient, expected, source in zip(gradients, wanted, inputs, strict=True):
+        assert gradient.dtype is source.dtype
+        assert torch.equal(gradient, expected.to(gradient.dtype))
 
 
 def test_rows_are_cast_to_the_type_of_a_cache() -> None:

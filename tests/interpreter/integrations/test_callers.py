@@ -65,9 +65,9 @@ def test_functions_call_for_their_integration() -> None:
     def outer() -> str:
         with pytest.raises(ValueError):  # noqa: PT011 - the error is this test's
             inner()
-        found = caller_of(problem)
+        caller = caller_of(problem)
         note_caller(problem)
-        return found
+        return caller
 
     assert outer() == "inner"
     assert caller_of(problem) == "outer"

@@ -43,9 +43,9 @@ def originals(monkeypatch: pytest.MonkeyPatch) -> Iterator[Originals]:
         out: Tensor = operator(query, key, value, bias, False, dropout_p, is_causal, scale=scale)[0]
         return out
 
-    with registered() as found, integration.activate():
+    with registered() as operators, integration.activate():
         monkeypatch.setattr(functional, "scaled_dot_product_attention", sdpa)
-        yield found
+        yield operators
     deferred.wait()
     SESSION.forget()
 
@@ -58,10 +58,10 @@ def test_attention_of_models_is_served(name: str, originals: Originals) -> None:
     assert calls, "torch serves until kernels are prepared"
     deferred.wait()
     for _ in range(2):
-        found = diffusers_models.output(model)
+        out = diffusers_models.output(model)
         deferred.wait()
     assert originals.calls[CUDNN] == calls
-    torch.testing.assert_close(found, want, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(out, want, atol=1e-5, rtol=1e-5)
 
 
 def test_pipelines_are_served(originals: Originals) -> None:
@@ -71,9 +71,9 @@ def test_pipelines_are_served(originals: Originals) -> None:
     diffusers_models.output(pipeline)
     deferred.wait()
     calls = originals.calls[CUDNN]
-    found = diffusers_models.output(pipeline)
+    out = diffusers_models.output(pipeline)
     assert originals.calls[CUDNN] == calls
-    torch.testing.assert_close(found, want, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(out, want, atol=1e-4, rtol=1e-4)
 
 
 def test_its_flash_attn_backends_call_flashtune() -> None:

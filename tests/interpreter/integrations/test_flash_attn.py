@@ -17,8 +17,8 @@ BOUND = 2e-6
 SCALE = 16**-0.5
 
 
-def near(one: torch.Tensor, other: torch.Tensor, bound: float = BOUND) -> bool:
-    return one.shape == other.shape and torch.allclose(one.double(), other.double(), rtol=bound, atol=bound)
+def near(out: torch.Tensor, right: torch.Tensor, bound: float = BOUND) -> bool:
+    return out.shape == right.shape and torch.allclose(out.double(), right.double(), rtol=bound, atol=bound)
 
 
 def rounded(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -29,17 +29,17 @@ def rounded(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> t
 def test_dense_calls_and_gradients(dtype: torch.dtype) -> None:
     inputs = [rounded(1, 3, 2, 16, dtype=dtype), rounded(1, 5, 1, 16, dtype=dtype)]
     inputs.append(rounded(1, 5, 1, 16, seed=1, dtype=dtype))
-    own = [one.clone().requires_grad_() for one in inputs]
-    theirs = [one.double().requires_grad_() for one in inputs]
+    own = [tensor.clone().requires_grad_() for tensor in inputs]
+    theirs = [tensor.double().requires_grad_() for tensor in inputs]
     out, lse, _ = flash_attn_func(*own, causal=True, window_size=(2, 0), return_attn_probs=True)
     expected, expected_lse = batch_of(theirs[0], theirs[1], theirs[2], Rule(causal=True, left=2))
     bound = BOUND if dtype is torch.float32 else 2e-2
     assert near(out, expected, bound)
     assert near(lse, expected_lse)
     dout = rounded(1, 3, 2, 16, seed=2, dtype=dtype)
-    found = torch.autograd.grad(out, own, dout)
+    gradients = torch.autograd.grad(out, own, dout)
     wanted = torch.autograd.grad(expected, theirs, dout.double())
-    assert all(near(one, other, bound) for one, other in zip(found, wanted, strict=True))
+    assert all(near(gradient, exact, bound) for gradient, exact in zip(gradients, wanted, strict=True))
 
 
 def test_the_dropout_pattern_is_that_of_the_kernels() -> None:
@@ -55,7 +55,7 @@ def test_the_dropout_pattern_is_that_of_the_kernels() -> None:
 
 def test_blocks_of_ring_attention() -> None:
     q, k, dout = rounded(1, 3, 2, 16), rounded(1, 6, 1, 16), rounded(1, 3, 2, 16, seed=2)
-    theirs = [one.double().requires_grad_() for one in (q, k, k)]
+    theirs = [tensor.double().requires_grad_() for tensor in (q, k, k)]
     expected, _ = batch_of(theirs[0], theirs[1], theirs[2], Rule())
     wanted = torch.autograd.grad(expected, theirs, dout.double())
     out, lse, _ = flash_attn_func(q, k, k, return_attn_probs=True)
@@ -100,23 +100,23 @@ def test_caches_with_new_tokens(page: int | None, is_packed: bool) -> None:
         softcap=4.0,
     )
     for b, length in enumerate(lengths):
-        keys, values = (torch.cat([one[b][:length], k[b]]) for one in before)
+        keys, values = (torch.cat([cache[b][:length], k[b]]) for cache in before)
         expected, _ = one_sequence(q[b], keys, values, Rule(causal=True, softcap=4.0))
         assert near(out.view_as(q)[b], expected)
 
 
 def test_negative_bounds_and_sinks_of_version_4() -> None:
     inputs = rounded(1, 4, 2, 16), rounded(1, 5, 1, 16), rounded(1, 5, 1, 16, seed=1), rounded(2).bfloat16()
-    own = [one.clone().requires_grad_() for one in inputs]
-    theirs = [one.double().requires_grad_() for one in inputs]
+    own = [tensor.clone().requires_grad_() for tensor in inputs]
+    theirs = [tensor.double().requires_grad_() for tensor in inputs]
     out, _ = version_4.flash_attn_func(*own[:3], window_size=(None, -1), learnable_sink=own[3])
     expected, _ = batch_of(theirs[0], theirs[1], theirs[2], Rule(right=-1, sinks=theirs[3]))
     assert near(out, expected)
     dout = rounded(1, 4, 2, 16, seed=3)
-    found = torch.autograd.grad(out, own, dout)
+    gradients = torch.autograd.grad(out, own, dout)
     wanted = torch.autograd.grad(expected, theirs, dout.double())
-    assert all(near(one, other) for one, other in zip(found[:3], wanted[:3], strict=True))
-    assert near(found[3], wanted[3], 1e-2)
+    assert all(near(gradient, exact) for gradient, exact in zip(gradients[:3], wanted[:3], strict=True))
+    assert near(gradients[3], wanted[3], 1e-2)
 
 
 def test_values_of_300_columns_and_chunks_of_version_3() -> None:

@@ -189,13 +189,13 @@ warnings.simplefilter("error")
 def record_of(family: str, shape: str) -> Record:
     (problem,) = parse_shape(shape)
     target = find_target("h200")
-    found = find_family(family)
-    assert found.supports(problem, target) is None
+    definition = find_family(family)
+    assert definition.supports(problem, target) is None
     return Record(
         problem=problem,
         target="nvidia-h200",
         family=family,
-        config=found.default(problem, target),
+        config=definition.default(problem, target),
         specialization=Specialization(alignment=Alignment.SIXTEEN),
         kernel=None,
         outcome=Outcome.OK,
@@ -258,15 +258,15 @@ def test_transformers_generates_through_a_package(
 ) -> None:
     # The library takes the package for which torch is built, with a GPU or without.
     folder, build = (package, "torch-cuda") if cuda else (cpu_package, "torch-cpu")
-    found = generation_of(folder, Settings(name, "cpu", "float32", 32, page, cuda=cuda))
-    assert {*found.origins} == {str(folder / "build" / build / "__init__.py")}
-    assert {*found.calls} == functions
-    for function, given in found.calls.items():
-        assert {*given} == {"q", "softmax_scale", "causal"} | GIVEN[function]
-    assert found.lengths == [NEW_TOKENS] * len(LENGTHS)
-    assert found.served
-    assert not found.by_torch
-    assert found.slack < 1e-4
+    generation = generation_of(folder, Settings(name, "cpu", "float32", 32, page, cuda=cuda))
+    assert {*generation.origins} == {str(folder / "build" / build / "__init__.py")}
+    assert {*generation.calls} == functions
+    for function, arguments in generation.calls.items():
+        assert {*arguments} == {"q", "softmax_scale", "causal"} | GIVEN[function]
+    assert generation.lengths == [NEW_TOKENS] * len(LENGTHS)
+    assert generation.served
+    assert not generation.by_torch
+    assert generation.slack < 1e-4
 
 
 def test_metadata_hashes_all_other_files(package: Path) -> None:

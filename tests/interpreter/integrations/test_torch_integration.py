@@ -39,8 +39,8 @@ def originals(monkeypatch: pytest.MonkeyPatch) -> Iterator[Originals]:
     """Torch's operators on the CPU, with flashtune active over them."""
     SESSION.reset()
     monkeypatch.setattr(integration, "KEY", "CPU")
-    with registered() as found, integration.activate():
-        yield found
+    with registered() as operators, integration.activate():
+        yield operators
     deferred.wait()
     SESSION.forget()
 
@@ -54,14 +54,14 @@ def tensors(
     requires_grad: bool = False,
 ) -> Triple:
     torch.manual_seed(seqlen_q)
-    found = []
+    inputs = []
     for heads, seqlen, width in ((4, seqlen_q, 32), (kv_heads, seqlen_kv, 32), (kv_heads, seqlen_kv, 16)):
         if heads_last:
-            one = torch.randn(2, seqlen, heads, width).transpose(1, 2)
+            tensor = torch.randn(2, seqlen, heads, width).transpose(1, 2)
         else:
-            one = torch.randn(2, heads, seqlen, width)
-        found.append(one.requires_grad_(requires_grad))
-    return found[0], found[1], found[2]
+            tensor = torch.randn(2, heads, seqlen, width)
+        inputs.append(tensor.requires_grad_(requires_grad))
+    return inputs[0], inputs[1], inputs[2]
 
 
 def blocked(ended: threading.Event) -> None:
@@ -84,8 +84,8 @@ def prepared(call: Any) -> Any:
     return call()
 
 
-def close(found: Tensor, want: Tensor, tolerance: float = 2e-5) -> None:
-    torch.testing.assert_close(found.double(), want.double(), atol=tolerance, rtol=tolerance)
+def close(actual: Tensor, want: Tensor, tolerance: float = 2e-5) -> None:
+    torch.testing.assert_close(actual.double(), want.double(), atol=tolerance, rtol=tolerance)
 
 
 def biases(seqlen_q: int, seqlen_kv: int) -> dict[str, Tensor]:
@@ -116,16 +116,16 @@ def test_outputs_are_those_of_the_operator(
     with integration.disabled():
         want = op(q, k, v, None, False, 0.0, causal, scale=0.3)
     assert originals.calls[name] == 1
-    found = prepared(lambda: op(q, k, v, None, False, 0.0, causal, scale=0.3))
+    results = prepared(lambda: op(q, k, v, None, False, 0.0, causal, scale=0.3))
     assert originals.calls[name] == 2, "the second call is served"
-    close(found[0], by_definition(q.double(), k.double(), v.double(), causal=causal, scale=0.3)[0])
-    close(found[0], want[0])
-    for one, other in zip(found, want, strict=True):
-        assert type(one) is type(other)
-        if isinstance(one, Tensor):
-            assert (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
+    close(results[0], by_definition(q.double(), k.double(), v.double(), causal=causal, scale=0.3)[0])
+    close(results[0], want[0])
+    for result, right in zip(results, want, strict=True):
+        assert type(result) is type(right)
+        if isinstance(result, Tensor):
+            assert (result.shape, result.stride(), result.dtype) == (right.shape, right.stride(), right.dtype)
         else:
-            assert one == other
+            assert result == right
 
 
 @pytest.mark.parametrize("name", [CUDNN, EFFICIENT])
@@ -134,16 +134,16 @@ def test_outputs_are_those_of_the_operator(
 def test_both_passes_are_served(
     originals: Originals, name: str, causal: bool, seqlen_q: int, seqlen_kv: int
 ) -> None:
-    given = tensors(seqlen_q, seqlen_kv, requires_grad=True)
+    qkv = tensors(seqlen_q, seqlen_kv, requires_grad=True)
     op = getattr(aten, name)
 
     def call() -> tuple[Any, ...]:
-        results: tuple[Any, ...] = op(*given, None, True, 0.0, causal)
+        results: tuple[Any, ...] = op(*qkv, None, True, 0.0, causal)
         return results
 
     results = prepared(call)
     assert originals.calls[name] == 1
-    want, want_lse = by_definition(*(one.double() for one in given), causal=causal)
+    want, want_lse = by_definition(*(tensor.double() for tensor in qkv), causal=causal)
     close(results[0], want)
     lse = results[1]
     if name == CUDNN:
@@ -154,36 +154,36 @@ def test_both_passes_are_served(
         close(lse[..., :seqlen_q], want_lse)
         assert bool((lse[..., seqlen_q:] == torch.inf).all())
     dout = torch.randn_like(results[0])
-    found = torch.autograd.grad(results[0], given, dout)
+    grads = torch.autograd.grad(results[0], qkv, dout)
     assert originals.calls[f"{name}_backward"] == 0
-    for one, other, tensor in zip(found, torch.autograd.grad(want, given, dout.double()), given, strict=True):
-        close(one, other)
-        assert one.stride() == torch.empty_like(tensor).stride()
+    for grad, right, leaf in zip(grads, torch.autograd.grad(want, qkv, dout.double()), qkv, strict=True):
+        close(grad, right)
+        assert grad.stride() == torch.empty_like(leaf).stride()
 
 
 @pytest.mark.parametrize("name", [CUDNN, EFFICIENT])
 def test_passes_of_torch_and_flashtune_can_be_mixed(originals: Originals, name: str) -> None:
-    given = tensors(requires_grad=True)
+    inputs = tensors(requires_grad=True)
     op = getattr(aten, name)
 
     def call() -> Tensor:
-        out: Tensor = op(*given, None, True, 0.0, True)[0]
+        out: Tensor = op(*inputs, None, True, 0.0, True)[0]
         return out
 
     served = prepared(call)
-    want, _ = by_definition(*(one.double() for one in given), causal=True)
+    want, _ = by_definition(*(tensor.double() for tensor in inputs), causal=True)
     dout = torch.randn_like(want)
-    expected = torch.autograd.grad(want, given, dout)
+    expected = torch.autograd.grad(want, inputs, dout)
     with integration.disabled():
         passed_on = call()
-    found = torch.autograd.grad(passed_on, given, dout.float())
+    by_torch = torch.autograd.grad(passed_on, inputs, dout.float())
     assert originals.calls[f"{name}_backward"] == 1, "a call that is passed on stays with torch"
     integration.deactivate()
-    other = torch.autograd.grad(served, given, dout.float())
+    after_deactivation = torch.autograd.grad(served, inputs, dout.float())
     assert originals.calls[f"{name}_backward"] == 2
-    for one, two, three in zip(found, other, expected, strict=True):
-        close(one, three)
-        close(two, three)
+    for first, second, reference in zip(by_torch, after_deactivation, expected, strict=True):
+        close(first, reference)
+        close(second, reference)
 
 
 @pytest.mark.parametrize("name", [CUDNN, EFFICIENT])
@@ -193,25 +193,25 @@ def test_biases(originals: Originals, name: str, kind: str, scale: float | None)
     q, k, v = tensors()
     bias = biases(20, 28)[kind]
     op = getattr(aten, name)
-    found = prepared(lambda: op(q, k, v, bias, False, scale=scale))
+    results = prepared(lambda: op(q, k, v, bias, False, scale=scale))
     assert originals.calls[name] == 1
     want, _ = by_definition(q.double(), k.double(), v.double(), bias.double(), scale=scale)
-    close(found[0], want)
+    close(results[0], want)
 
 
 @pytest.mark.parametrize("name", [CUDNN, EFFICIENT])
 def test_gradients_with_a_bias(originals: Originals, name: str) -> None:
-    given = tensors(requires_grad=True)
+    inputs = tensors(requires_grad=True)
     bias = biases(20, 28)["blind"]
     op = getattr(aten, name)
-    out = prepared(lambda: op(*given, bias, True))[0]
-    q, k, v = (one.double() for one in given)
+    out = prepared(lambda: op(*inputs, bias, True))[0]
+    q, k, v = (tensor.double() for tensor in inputs)
     want, _ = by_definition(q, k, v, bias.double())
     dout = torch.randn_like(out)
-    for one, other in zip(
-        torch.autograd.grad(out, given, dout), torch.autograd.grad(want, given, dout.double()), strict=True
+    for gradient, expected in zip(
+        torch.autograd.grad(out, inputs, dout), torch.autograd.grad(want, inputs, dout.double()), strict=True
     ):
-        close(one, other)
+        close(gradient, expected)
     assert originals.calls[f"{name}_backward"] == 0
 
 
@@ -242,45 +242,45 @@ def test_other_calls_are_passed_on_unchanged(originals: Originals, kind: str) ->
     name, args, options = passed_on(*tensors())[kind]
     op = getattr(aten, name)
     for _ in range(3):
-        found = op(*args, **options)
+        results = op(*args, **options)
         deferred.wait()
     assert originals.calls[name] == 3
     with integration.disabled():
         want = op(*args, **options)
-    for one, other in zip(found, want, strict=True):
-        if isinstance(one, Tensor):
-            assert torch.equal(one.nan_to_num(), other.nan_to_num())
+    for result, expected in zip(results, want, strict=True):
+        if isinstance(result, Tensor):
+            assert torch.equal(result.nan_to_num(), expected.nan_to_num())
 
 
 @pytest.mark.parametrize("heads_first", [(), (0,), (0, 1), (1, 2), (0, 1, 2)])
 def test_flash_attention_of_dense_tensors(originals: Originals, heads_first: tuple[int, ...]) -> None:
-    given = tuple(
-        one.contiguous().transpose(1, 2) if place in heads_first else one.transpose(1, 2).contiguous()
-        for place, one in enumerate(tensors(20, 28))
+    inputs = tuple(
+        tensor.contiguous().transpose(1, 2) if index in heads_first else tensor.transpose(1, 2).contiguous()
+        for index, tensor in enumerate(tensors(20, 28))
     )
-    for tensor in given:
+    for tensor in inputs:
         tensor.requires_grad_()
     out, lse, state, unused, _ = prepared(
-        lambda: aten._flash_attention_forward(*given, None, None, 20, 28, 0.0, True, False)
+        lambda: aten._flash_attention_forward(*inputs, None, None, 20, 28, 0.0, True, False)
     )
     assert originals.calls[FLASH] == 1
     want, want_lse = by_definition(
-        *(one.double().transpose(1, 2) for one in given), causal=True, bottom_right=True
+        *(tensor.double().transpose(1, 2) for tensor in inputs), causal=True, bottom_right=True
     )
     close(out, want.transpose(1, 2))
     close(lse, want_lse)
     assert (state.shape, state.dtype) == ((2,), torch.uint64)
     dout = torch.randn_like(out)
     more = None, None, 20, 28, 0.0, True, state, unused
-    found = aten._flash_attention_backward(dout, *given, out, lse, *more)
+    gradients = aten._flash_attention_backward(dout, *inputs, out, lse, *more)
     assert originals.calls[FLASH_BACKWARD] == 0
-    for one, other in zip(
-        found, torch.autograd.grad(want.transpose(1, 2), given, dout.double()), strict=True
+    for actual, expected in zip(
+        gradients, torch.autograd.grad(want.transpose(1, 2), inputs, dout.double()), strict=True
     ):
-        close(one, other)
-    usual = torch.empty_like(given[0][..., : given[2].shape[3]])
-    for one, like in zip((out, *found), (usual, *given), strict=True):
-        assert (one.shape, one.stride()) == (like.shape, like.stride())
+        close(actual, expected)
+    out_like = torch.empty_like(inputs[0][..., : inputs[2].shape[3]])
+    for actual, like in zip((out, *gradients), (out_like, *inputs), strict=True):
+        assert (actual.shape, actual.stride()) == (like.shape, like.stride())
 
 
 STARTS = torch.tensor([0, 5, 5, 21], dtype=torch.int32)
@@ -293,8 +293,8 @@ def in_sequences(
     """Output and log-sum-exp of packed sequences, one after another."""
     outs, sums = [], []
     for start, end, first, last in zip(STARTS, STARTS[1:], starts_k, starts_k[1:], strict=False):
-        one = q[start:end], k[first:last], v[first:last]
-        out, lse = by_definition(*(x.transpose(0, 1)[None] for x in one), bottom_right=True, **options)
+        sequence = q[start:end], k[first:last], v[first:last]
+        out, lse = by_definition(*(x.transpose(0, 1)[None] for x in sequence), bottom_right=True, **options)
         outs.append(out[0].transpose(0, 1))
         sums.append(lse[0])
     return torch.cat(outs), torch.cat(sums, 1)
@@ -303,20 +303,20 @@ def in_sequences(
 @pytest.mark.parametrize("causal", [False, True])
 def test_packed_sequences(originals: Originals, causal: bool) -> None:
     torch.manual_seed(3)
-    given = torch.randn(21, 4, 32), torch.randn(30, 2, 32), torch.randn(30, 2, 32)
-    for tensor in given:
+    rows = torch.randn(21, 4, 32), torch.randn(30, 2, 32), torch.randn(30, 2, 32)
+    for tensor in rows:
         tensor.requires_grad_()
     starts = STARTS, KEYS, 16, 18
 
     def call() -> Any:
         with torch.no_grad():
             try:
-                return aten._flash_attention_forward(*given, *starts, 0.0, causal, False, window_size_left=-1)
+                return aten._flash_attention_forward(*rows, *starts, 0.0, causal, False, window_size_left=-1)
             except AssertionError:
                 return None
 
     out, lse, _, unused, _ = prepared(call)
-    want, want_lse = in_sequences(*(one.double() for one in given), causal=causal)
+    want, want_lse = in_sequences(*(tensor.double() for tensor in rows), causal=causal)
     close(out, want)
     close(lse, want_lse)
     dout = torch.randn_like(out)
@@ -326,22 +326,22 @@ def test_packed_sequences(originals: Originals, causal: bool) -> None:
         with torch.no_grad():
             try:
                 return aten._flash_attention_backward(
-                    dout, *given, out, lse, *starts, 0.0, causal, zero, unused, window_size_right=-1
+                    dout, *rows, out, lse, *starts, 0.0, causal, zero, unused, window_size_right=-1
                 )
             except RuntimeError:
                 return None
 
-    found = prepared(backward)
-    for one, other in zip(found, torch.autograd.grad(want, given, dout.double()), strict=True):
-        close(one, other)
+    gradients = prepared(backward)
+    for gradient, expected in zip(gradients, torch.autograd.grad(want, rows, dout.double()), strict=True):
+        close(gradient, expected)
 
 
 @pytest.fixture
 def cudnn_packed(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Originals:
     """`originals`, where cuDNN's operators of packed sequences are overridden under any version of torch."""
     monkeypatch.setattr(integration, "has_known_results", lambda name: hasattr(aten, name))
-    found: Originals = request.getfixturevalue("originals")
-    return found
+    operators: Originals = request.getfixturevalue("originals")
+    return operators
 
 
 def or_none(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -356,24 +356,24 @@ def or_none(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
 @pytest.mark.parametrize("causal", [False, True])
 def test_packed_sequences_of_cudnn(cudnn_packed: Originals, causal: bool) -> None:
     torch.manual_seed(3)
-    given = torch.randn(21, 4, 32), torch.randn(21, 2, 32), torch.randn(21, 2, 32)
-    for tensor in given:
+    inputs = torch.randn(21, 4, 32), torch.randn(21, 2, 32), torch.randn(21, 2, 32)
+    for tensor in inputs:
         tensor.requires_grad_()
     starts = STARTS, STARTS, 16, 16
     forward = aten._cudnn_attention_forward
-    results = prepared(lambda: or_none(forward, *given, None, *starts, True, 0.0, causal, scale=0.3))
+    results = prepared(lambda: or_none(forward, *inputs, None, *starts, True, 0.0, causal, scale=0.3))
     assert cudnn_packed.calls[CUDNN_PACKED] == 1
     out, lse, state = results[0], results[1], results[6]
-    q, k, v = (one.double() for one in given)
+    q, k, v = (tensor.double() for tensor in inputs)
     want, want_lse = in_sequences(q, k, v, STARTS, causal=causal, scale=0.3)
     close(out, want)
     close(lse, want_lse)
     dout = torch.randn_like(out)
     more = out, lse, state, state, None, *starts, 0.0, causal
     backward = aten._cudnn_attention_backward
-    found = prepared(lambda: or_none(backward, dout, *given, *more, scale=0.3))
-    for one, other in zip(found, torch.autograd.grad(want, given, dout.double()), strict=True):
-        close(one, other)
+    gradients = prepared(lambda: or_none(backward, dout, *inputs, *more, scale=0.3))
+    for gradient, expected in zip(gradients, torch.autograd.grad(want, inputs, dout.double()), strict=True):
+        close(gradient, expected)
 
 
 def test_calls_of_cudnn_that_are_passed_on(cudnn_packed: Originals) -> None:
@@ -414,13 +414,13 @@ def test_pages(originals: Originals, into: bool) -> None:
     lengths = torch.tensor([20, 3, 32], dtype=torch.int32)
     starts = torch.arange(4, dtype=torch.int32)
     options = {"seqused_k": lengths, "block_table": table}
-    given = torch.empty_like(q)
+    buffer = torch.empty_like(q)
 
     def call() -> Any:
         args = q, k, v, starts, None, 1, 32, 0.0, True, False
         try:
             if into:
-                return given, aten._flash_attention_forward_no_dropout_inplace(given, *args, **options)
+                return buffer, aten._flash_attention_forward_no_dropout_inplace(buffer, *args, **options)
             return aten._flash_attention_forward(*args, **options)
         except AssertionError:
             return None
@@ -431,13 +431,13 @@ def test_pages(originals: Originals, into: bool) -> None:
         keys = [
             cache[table[row].long()].reshape(32, 2, 32)[:length].transpose(0, 1)[None] for cache in (k, v)
         ]
-        want, want_lse = by_definition(q[row][None, :, None].double(), *(one.double() for one in keys))
+        want, want_lse = by_definition(q[row][None, :, None].double(), *(cached.double() for cached in keys))
         close(out[row], want[0, :, 0])
         close(lse[:, row], want_lse[0, :, 0])
 
 
 def test_windows_of_dense_tensors(originals: Originals) -> None:
-    q, k, v = (one.transpose(1, 2) for one in tensors(24, 24))
+    q, k, v = (tensor.transpose(1, 2) for tensor in tensors(24, 24))
     args = None, None, 24, 24, 0.0, False, False
     with torch.no_grad():
         out = prepared(
@@ -446,7 +446,7 @@ def test_windows_of_dense_tensors(originals: Originals) -> None:
     assert originals.calls[FLASH] == 1
     distance = torch.arange(24)[:, None] - torch.arange(24)
     bias = torch.zeros(24, 24).masked_fill((distance < 0) | (distance > 5), -torch.inf)
-    q, k, v = (one.double().transpose(1, 2) for one in (q, k, v))
+    q, k, v = (tensor.double().transpose(1, 2) for tensor in (q, k, v))
     want, _ = by_definition(q, k, v, bias.double())
     close(out, want.transpose(1, 2))
 
@@ -455,7 +455,7 @@ def test_windows_of_dense_tensors(originals: Originals) -> None:
     "options", [{"num_splits": 1}, {"alibi_slopes": torch.ones(4)}], ids=["num_splits", "alibi_slopes"]
 )
 def test_flash_options_that_are_passed_on(originals: Originals, options: dict[str, Any]) -> None:
-    q, k, v = (one.transpose(1, 2) for one in tensors(24, 24))
+    q, k, v = (tensor.transpose(1, 2) for tensor in tensors(24, 24))
     schema = str(aten._flash_attention_forward.default._schema)
     if not all(name in schema for name in options):
         pytest.skip("this torch has no such option")
@@ -466,13 +466,13 @@ def test_flash_options_that_are_passed_on(originals: Originals, options: dict[st
 
 
 def test_deterministic_mode_takes_reproducible_kernels(originals: Originals) -> None:
-    given = tensors(requires_grad=True)
+    inputs = tensors(requires_grad=True)
     torch.use_deterministic_algorithms(True)
     try:
-        out = prepared(lambda: aten._scaled_dot_product_cudnn_attention(*given, None, True)[0])
+        out = prepared(lambda: aten._scaled_dot_product_cudnn_attention(*inputs, None, True)[0])
         kinds = [kind for kind in deferred._entries.values() if kind.request is not None]
         assert [kind.request.deterministic for kind in kinds if kind.request] == [True]
-        torch.autograd.grad(out, given, torch.ones_like(out))
+        torch.autograd.grad(out, inputs, torch.ones_like(out))
     finally:
         torch.use_deterministic_algorithms(False)
     assert originals.calls[f"{CUDNN}_backward"] == 0
@@ -480,7 +480,7 @@ def test_deterministic_mode_takes_reproducible_kernels(originals: Originals) -> 
 
 @pytest.mark.parametrize(("backend", "dynamic"), [("aot_eager", True), ("inductor", False)])
 def test_compiled_calls(originals: Originals, backend: str, dynamic: bool) -> None:
-    given = tensors(requires_grad=True)
+    inputs = tensors(requires_grad=True)
     torch._dynamo.reset()
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -490,17 +490,17 @@ def test_compiled_calls(originals: Originals, backend: str, dynamic: bool) -> No
     compiled = torch.compile(attend, fullgraph=True, backend=backend, dynamic=dynamic)
 
     def call() -> tuple[Tensor, ...]:
-        out = compiled(*given)
-        return (out, *torch.autograd.grad(out, given, torch.ones_like(out)))
+        out = compiled(*inputs)
+        return (out, *torch.autograd.grad(out, inputs, torch.ones_like(out)))
 
-    found = prepared(call)
+    results = prepared(call)
     assert originals.calls == {CUDNN: 1, f"{CUDNN}_backward": 1}, "the first call is passed on"
-    q, k, v = (one.double() for one in given)
+    q, k, v = (tensor.double() for tensor in inputs)
     want = by_definition(q * 2, k, v, causal=True)[0] + 1
-    for one, other in zip(
-        found, (want, *torch.autograd.grad(want, given, torch.ones_like(want))), strict=True
+    for result, expected in zip(
+        results, (want, *torch.autograd.grad(want, inputs, torch.ones_like(want))), strict=True
     ):
-        close(one, other)
+        close(result, expected)
 
 
 @pytest.mark.parametrize("name", [CUDNN, EFFICIENT])
@@ -513,14 +513,14 @@ def test_results_are_those_of_the_meta_kernel(originals: Originals, name: str) -
 
 
 def test_calls_are_recorded(originals: Originals, tmp_path: Path) -> None:
-    given = tensors(requires_grad=True)
+    inputs = tensors(requires_grad=True)
     op = aten._scaled_dot_product_cudnn_attention
-    prepared(lambda: op(*given, None, True))
+    prepared(lambda: op(*inputs, None, True))
     with record_calls(tmp_path / "calls.jsonl"):
         for _ in range(3):
-            op(*given, None, True)
+            op(*inputs, None, True)
             deferred.wait()
-        op(*given, None, True, 0.1)  # dropout, which is another problem
+        op(*inputs, None, True, 0.1)  # dropout, which is another problem
     counts = {count.problem: count.calls for count in read_counts(tmp_path / "calls.jsonl")}
     assert sorted(problem.direction for problem in counts) == ["backward", "forward"]
     assert set(counts.values()) == {3}
@@ -534,18 +534,18 @@ def test_a_disabled_module_is_passed_on(originals: Originals) -> None:
             out: Tensor = aten._scaled_dot_product_cudnn_attention(q, k, v, None, False)[0]
             return out
 
-    module, given = Attention(), tensors()
-    prepared(lambda: module(*given))
+    module, inputs = Attention(), tensors()
+    prepared(lambda: module(*inputs))
     calls = originals.calls[CUDNN]
     switch = integration.disable_for(module)
-    module(*given)
+    module(*inputs)
     assert originals.calls[CUDNN] == calls + 1
     with pytest.raises(ValueError, match="an error inside"):
-        module(torch.empty(7), *given[1:])
-    aten._scaled_dot_product_cudnn_attention(*given, None, False)
+        module(torch.empty(7), *inputs[1:])
+    aten._scaled_dot_product_cudnn_attention(*inputs, None, False)
     assert originals.calls[CUDNN] == calls + 1, "other calls are served"
     switch.remove()
-    module(*given)
+    module(*inputs)
     assert originals.calls[CUDNN] == calls + 1
 
 
@@ -557,8 +557,8 @@ def test_an_error_of_the_override_breaks_no_call(
         raise AssertionError("a defect")
 
     monkeypatch.setattr(deferred, "entry_of", fails)
-    given = tensors()
+    inputs = tensors()
     with pytest.warns(flashtune.FlashtuneWarning, match="a defect"):
-        out = aten._scaled_dot_product_cudnn_attention(*given, None, False)[0]
+        out = aten._scaled_dot_product_cudnn_attention(*inputs, None, False)[0]
     assert originals.calls[CUDNN] == 1
-    close(out, by_definition(*(one.double() for one in given))[0])
+    close(out, by_definition(*(tensor.double() for tensor in inputs))[0])

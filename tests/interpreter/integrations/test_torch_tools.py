@@ -79,17 +79,17 @@ META = torch.device("meta")
 )
 def test_meta_tensors_give_shapes_and_types(options: dict[str, Any], dtype: torch.dtype) -> None:
     def call(device: str) -> list[Tensor]:
-        given = [one.to(device, dtype).detach() for one in drawn(QUERIES, KEYS, VALUES)]
+        inputs = [tensor.to(device, dtype).detach() for tensor in drawn(QUERIES, KEYS, VALUES)]
         if "layout" in options:
-            given = [one.transpose(1, 2) for one in given]
-        for one in given:
-            one.requires_grad_()
-        result = flashtune.attention(*given, **options)
+            inputs = [tensor.transpose(1, 2) for tensor in inputs]
+        for tensor in inputs:
+            tensor.requires_grad_()
+        result = flashtune.attention(*inputs, **options)
         results = list(result) if isinstance(result, tuple) else [result]
-        return [*results, *torch.autograd.grad(results[0].sum(), given)]
+        return [*results, *torch.autograd.grad(results[0].sum(), inputs)]
 
-    for one, other in zip(call("meta"), call("cpu"), strict=True):
-        assert (one.device, one.dtype, one.shape) == (META, other.dtype, other.shape)
+    for result, expected in zip(call("meta"), call("cpu"), strict=True):
+        assert (result.device, result.dtype, result.shape) == (META, expected.dtype, expected.shape)
 
 
 def test_meta_tensors_of_packed_and_paged_calls() -> None:
@@ -147,8 +147,8 @@ def test_traced_programs_compute_other_inputs(call: Callable[[Tensor], Tensor], 
     other = (q.detach() + torch.randn_like(q)).requires_grad_(requires_grad)
     torch.testing.assert_close(traced(other), call(other))
     if requires_grad and call is not kv_cache:
-        found, wanted = (torch.autograd.grad(one(other).square().sum(), other) for one in (traced, call))
-        torch.testing.assert_close(found, wanted)
+        gradient, wanted = (torch.autograd.grad(run(other).square().sum(), other) for run in (traced, call))
+        torch.testing.assert_close(gradient, wanted)
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")

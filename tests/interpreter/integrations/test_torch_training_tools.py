@@ -40,8 +40,8 @@ def originals(monkeypatch: pytest.MonkeyPatch) -> Iterator[Originals]:
     """Torch's operators on the CPU, with flashtune active over them."""
     SESSION.reset()
     monkeypatch.setattr(integration, "KEY", "CPU")
-    with registered() as found, integration.activate():
-        yield found
+    with registered() as operators, integration.activate():
+        yield operators
     deferred.wait()
     SESSION.forget()
 
@@ -60,8 +60,8 @@ def tensors(heads: int = 4) -> Triple:
     return q, k, v
 
 
-def close(found: Tensor, want: Tensor) -> None:
-    torch.testing.assert_close(found.double(), want.double(), atol=2e-5, rtol=2e-5)
+def close(actual: Tensor, want: Tensor) -> None:
+    torch.testing.assert_close(actual.double(), want.double(), atol=2e-5, rtol=2e-5)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, name: str = CUDNN) -> Tensor:
@@ -74,36 +74,36 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, name: str = CUDNN) -> Tensor:
 def test_distributed_tensors(originals: Originals, name: str) -> None:
     """Each process computes its heads, as with tensor parallelism."""
     mesh = init_device_mesh("cpu", (PROCESSES,))
-    given = tensors()
+    inputs = tensors()
 
     def call() -> tuple[Tensor, ...]:
-        parts = [DTensor.from_local(one, mesh, [Shard(1)]) for one in given]
+        parts = [DTensor.from_local(tensor, mesh, [Shard(1)]) for tensor in inputs]
         out = attend(*parts, name=name)
         assert isinstance(out, DTensor)
         assert out.shape == (2, PROCESSES * 4, 20, 16)
         assert out.placements == (Shard(1),)
         local = out.to_local()
-        return (local, *torch.autograd.grad(local, given, torch.ones_like(local)))
+        return (local, *torch.autograd.grad(local, inputs, torch.ones_like(local)))
 
     for _ in range(2):
         call()
         deferred.wait()
     originals.calls.clear()
-    found = call()
+    results = call()
     assert not originals.calls
-    want = by_definition(*(one.double() for one in given), causal=True)[0]
-    for one, other in zip(
-        found, (want, *torch.autograd.grad(want, given, torch.ones_like(want))), strict=True
+    want = by_definition(*(tensor.double() for tensor in inputs), causal=True)[0]
+    for result, expected in zip(
+        results, (want, *torch.autograd.grad(want, inputs, torch.ones_like(want))), strict=True
     ):
-        close(one, other)
+        close(result, expected)
 
 
 @pytest.mark.usefixtures("processes")
 def test_replicated_tensors(originals: Originals) -> None:
     mesh = init_device_mesh("cpu", (PROCESSES,))
     with torch.no_grad():
-        given = tensors()
-        parts = [DTensor.from_local(one, mesh, [Replicate()]) for one in given]
+        inputs = tensors()
+        parts = [DTensor.from_local(tensor, mesh, [Replicate()]) for tensor in inputs]
         for _ in range(2):
             attend(*parts)
             deferred.wait()
@@ -111,7 +111,7 @@ def test_replicated_tensors(originals: Originals) -> None:
         out = attend(*parts)
     assert isinstance(out, DTensor)
     assert not originals.calls
-    close(out.to_local(), by_definition(*(one.double() for one in given), causal=True)[0])
+    close(out.to_local(), by_definition(*(tensor.double() for tensor in inputs), causal=True)[0])
 
 
 def policy(
@@ -137,29 +137,29 @@ def test_selective_checkpoints(
 
     monkeypatch.setattr("flashtune.integrations.sdpa_operators.random_states", counted)
     contexts = functools.partial(create_selective_checkpoint_contexts, functools.partial(policy, wanted))
-    given = tensors()
+    inputs = tensors()
 
     def call() -> tuple[Tensor, ...]:
         out = checkpoint(
-            lambda q, k, v: attend(q * 2, k, v) + 1, *given, use_reentrant=False, context_fn=contexts
+            lambda q, k, v: attend(q * 2, k, v) + 1, *inputs, use_reentrant=False, context_fn=contexts
         )
         assert isinstance(out, Tensor)
-        return (out, *torch.autograd.grad(out, given, torch.ones_like(out)))
+        return (out, *torch.autograd.grad(out, inputs, torch.ones_like(out)))
 
     for _ in range(2):
         call()
         deferred.wait()
     originals.calls.clear()
     served.clear()
-    found = call()
+    results = call()
     assert not originals.calls
     assert len(served) == times
-    q, k, v = (one.double() for one in given)
+    q, k, v = (tensor.double() for tensor in inputs)
     want = by_definition(q * 2, k, v, causal=True)[0] + 1
-    for one, other in zip(
-        found, (want, *torch.autograd.grad(want, given, torch.ones_like(want))), strict=True
+    for result, expected in zip(
+        results, (want, *torch.autograd.grad(want, inputs, torch.ones_like(want))), strict=True
     ):
-        close(one, other)
+        close(result, expected)
 
 
 def test_torchtitan_activates_the_name(originals: Originals, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,15 +168,15 @@ def test_torchtitan_activates_the_name(originals: Originals, monkeypatch: pytest
     integration.deactivate()
     with integration.activate(names=("FA3",)):
         torch_attention.activate_flash_attention_impl("FA3")
-        given = [one.detach().transpose(1, 2) for one in tensors()]
+        inputs = [tensor.detach().transpose(1, 2) for tensor in tensors()]
         args = None, None, 20, 20, 0.0, True, False
         for _ in range(2):
-            aten._flash_attention_forward(*given, *args)
+            aten._flash_attention_forward(*inputs, *args)
             deferred.wait()
         originals.calls.clear()
-        out = aten._flash_attention_forward(*given, *args)[0]
+        out = aten._flash_attention_forward(*inputs, *args)[0]
         assert not originals.calls
-        heads_first = [one.double().transpose(1, 2) for one in given]
+        heads_first = [tensor.double().transpose(1, 2) for tensor in inputs]
         close(out.transpose(1, 2), by_definition(*heads_first, causal=True)[0])
-    aten._flash_attention_forward(*given, *args)
+    aten._flash_attention_forward(*inputs, *args)
     assert originals.calls[FLASH] == 1

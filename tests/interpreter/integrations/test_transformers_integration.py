@@ -33,12 +33,12 @@ DOUBLE = torch.float64
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     """Flashtune serves on the CPU. Whether it served each call."""
-    found: list[bool] = []
+    is_served: list[bool] = []
     original = integration.prepared
 
     def prepared(job: Job) -> Any:
         executor = original(job)
-        found.append(executor is not None)
+        is_served.append(executor is not None)
         return executor
 
     SESSION.forget()
@@ -47,7 +47,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     monkeypatch.setattr(transformers_jobs, "MIN_MOVED", 2)
     monkeypatch.setattr(integration, "prepared", prepared)
     integration.register()
-    yield found
+    yield is_served
     deferred.wait()
     SESSION.forget()
 
@@ -57,17 +57,17 @@ def test_logits_and_gradients(served: list[bool], name: str) -> None:
     side = {"images": "none", "audio to text": "right"}.get(ARCHITECTURES[name].kind, "left")
     inputs = inputs_of(name, side)
     want = reference(model_of(transformers, name, "eager", dtype=DOUBLE), inputs_of(name, side, dtype=DOUBLE))
-    usual = error(passes_of(model_of(transformers, name, ARCHITECTURES[name].usual), inputs), want)
+    baseline = error(passes_of(model_of(transformers, name, ARCHITECTURES[name].usual), inputs), want)
     model = model_of(transformers, name, "tuned_attention")
     before = error(passes_of(model, inputs), want)
     deferred.wait()
     served.clear()
-    found = error(passes_of(model, inputs), want)
+    after = error(passes_of(model, inputs), want)
     assert served
     assert all(served)
-    for errors in (before, found):
-        assert errors[0] <= 2 * usual[0] + 1e-5
-        assert errors[1] <= 2 * usual[1] + 1e-5
+    for errors in (before, after):
+        assert errors[0] <= 2 * baseline[0] + 1e-5
+        assert errors[1] <= 2 * baseline[1] + 1e-5
 
 
 def test_bias_is_not_merged_with_a_causal_mask(served: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,10 +79,10 @@ def test_bias_is_not_merged_with_a_causal_mask(served: list[bool], monkeypatch: 
     deferred.wait()
     served.clear()
     monkeypatch.setattr(transformers_masks, "bias_mask", None)
-    found = error(passes_of(model, inputs), want)
+    errors = error(passes_of(model, inputs), want)
     assert served
     assert all(served)
-    assert max(found) <= 1e-4
+    assert max(errors) <= 1e-4
 
 
 @pytest.mark.usefixtures("served")
@@ -130,9 +130,9 @@ def test_layers_that_are_computed_again(served: list[bool], side: str) -> None:
     want = reference(model_of(transformers, "llama", "eager", dtype=DOUBLE), inputs)
     model = model_of(transformers, "llama", "tuned_attention").train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    found = passes_of(model, inputs, use_cache=False)
+    results = passes_of(model, inputs, use_cache=False)
     assert served == [True] * 4
-    assert all(one < 1e-4 for one in error(found, want))
+    assert all(difference < 1e-4 for difference in error(results, want))
 
 
 def layer(seed: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -147,7 +147,7 @@ def dropped(seed: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tor
     torch.manual_seed(seed)
     heads, length = q.shape[0] * q.shape[1], q.shape[2]
     kept = kept_weights(draw_seed(q.device), torch.arange(heads), torch.arange(length), length, 0.4)
-    k, v = (one.repeat_interleave(q.shape[1] // k.shape[1], 1) for one in (k, v))
+    k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], 1) for tensor in (k, v))
     scores = 0.3 * q @ k.mT + torch.full((length, length), -torch.inf).triu(1)
     weights = scores.softmax(-1) * kept.view(scores.shape) / 0.6
     out: torch.Tensor = weights @ v
@@ -160,13 +160,13 @@ def test_dropout_on_request(served: list[bool], how: str) -> None:
     weight = torch.randn(2, 20, 4, 16)
 
     def passes(function: Callable[..., torch.Tensor], seed: int) -> list[torch.Tensor]:
-        given = [one.clone().requires_grad_() for one in inputs]
+        own_inputs = [tensor.clone().requires_grad_() for tensor in inputs]
         if how == "alone" or function is dropped:
-            out = function(seed, *given)
+            out = function(seed, *own_inputs)
         else:
-            out = checkpoint(function, seed, *given, use_reentrant=how.startswith("reentrant"))
+            out = checkpoint(function, seed, *own_inputs, use_reentrant=how.startswith("reentrant"))
         out.backward(weight)
-        return [out.detach(), *(one.grad for one in given if one.grad is not None)]
+        return [out.detach(), *(tensor.grad for tensor in own_inputs if tensor.grad is not None)]
 
     for seed in (1, 2):
         torch.testing.assert_close(passes(layer, seed), passes(dropped, seed), atol=1e-4, rtol=1e-4)

@@ -112,8 +112,8 @@ def test_a_captured_batch_takes_any_lengths(vllm: Any) -> None:
     metadata = builder(vllm).build_for_cudagraph_capture(common(batch))
     # Draft models are captured with metadata of other batches, which have no prompts.
     draft = builder(vllm).build(0, common(batch, is_prefilling=torch.zeros(3, dtype=torch.bool)))
-    for one in (metadata, draft):
-        assert [part.batch.is_fresh for part in one.parts] == [False]
+    for captured in (metadata, draft):
+        assert [part.batch.is_fresh for part in captured.parts] == [False]
     case = CASES["plain"]
     cache = packed_cache(batch, torch.float32)
     out = serve(layer_of(vllm, batch, case), batch, case, cache, metadata)
@@ -191,7 +191,7 @@ def test_another_group_of_layers_gets_its_own_pages(vllm: Any) -> None:
     metadata = builder(vllm).build(0, common(batch))
     table, slots = torch.zeros(5, 40, dtype=torch.int32), batch.slots + 1
     other = builder(vllm).update_block_table(metadata, table, slots)
-    shapes = [[part.batch.block_table.shape[0] for part in one.parts] for one in (metadata, other)]
+    shapes = [[part.batch.block_table.shape[0] for part in built.parts] for built in (metadata, other)]
     assert shapes == [[1, 4], [1, 4]]
     assert all(part.batch.block_table.shape[1] == 40 for part in other.parts)
     assert other.slot_mapping is slots
@@ -200,10 +200,10 @@ def test_another_group_of_layers_gets_its_own_pages(vllm: Any) -> None:
 
 def test_unsupported_configurations_are_named(vllm: Any) -> None:
     def reason(kv_cache_dtype: str, dtype: torch.dtype, capability: tuple[int, int]) -> str | None:
-        found: str | None = vllm.Backend.supports_combination(
+        text: str | None = vllm.Backend.supports_combination(
             64, dtype, kv_cache_dtype, 16, False, False, False, False, capability
         )
-        return found
+        return text
 
     assert reason("auto", torch.bfloat16, (8, 0)) is None
     assert reason("fp8", torch.bfloat16, (9, 0)) is None

@@ -97,13 +97,13 @@ def test_log_sum_exps_are_read_with_the_documented_error(deterministic: bool) ->
     out, lse = flashtune.attention(
         q + far, k + far, v, deterministic=deterministic, return_lse=True, prefer="generated"
     )
-    wide = [one.double() + far for one in (q, k)]
+    wide = [tensor.double() + far for tensor in (q, k)]
     expected = (wide[0] @ wide[1].mT * 32**-0.5).softmax(-1) @ v.double()
     assert lse.min() > 5e3
-    found = torch.autograd.grad(out.sum(), leaves)
+    gradients = torch.autograd.grad(out.sum(), leaves)
     right = torch.autograd.grad(expected.sum(), leaves)
-    for one, other in zip((out, found[2]), (expected, right[2]), strict=True):
-        torch.testing.assert_close(one.double(), other.double(), rtol=1e-2, atol=1e-2)
+    for result, exact in zip((out, gradients[2]), (expected, right[2]), strict=True):
+        torch.testing.assert_close(result.double(), exact.double(), rtol=1e-2, atol=1e-2)
     half = [
         flashtune.attention(q + far, k[:, :, part] + far, v[:, :, part], return_lse=True)
         for part in (slice(0, 7), slice(7, 40))

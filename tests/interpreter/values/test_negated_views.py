@@ -22,15 +22,15 @@ def test_negated_views_are_read_with_their_sign() -> None:
     bias = torch.randn(1, 1, 12, 12)
     assert negated(q).is_neg()
     right = scaled_dot_product_attention(q, k, v, attn_mask=bias)
-    views = [negated(one) for one in leaves]
+    views = [negated(leaf) for leaf in leaves]
     with torch.no_grad():
         planned = flashtune.plan(q, k, v)(*views)
         torch.testing.assert_close(planned, scaled_dot_product_attention(q, k, v))
     out = flashtune.attention(*views, attn_bias=negated(bias))
     torch.testing.assert_close(out, right)
     dout = torch.randn_like(out)
-    found = torch.autograd.grad(torch._neg_view(out), leaves, -dout)
-    torch.testing.assert_close(found, torch.autograd.grad(right, leaves, dout))
+    gradients = torch.autograd.grad(torch._neg_view(out), leaves, -dout)
+    torch.testing.assert_close(gradients, torch.autograd.grad(right, leaves, dout))
 
 
 def test_merges_of_empty_rows_and_of_large_log_sum_exps() -> None:

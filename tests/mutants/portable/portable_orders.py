@@ -54,7 +54,7 @@ def of_queries_outer(bench: Bench) -> tuple[Mutant, ...]:
 def of_other_loops(bench: Bench) -> tuple[Mutant, ...]:
     """Scores made one block ahead, and one loop for masked and open blocks."""
     ahead = bench.subject(Causal.NONE, loads="descriptor", overlap_qk=True)
-    one_phase = bench.subject(split_masked_loop=False)
+    single_loop = bench.subject(split_masked_loop=False)
     name = bench.family
     return (
         *mutants_of(ahead, (
@@ -64,7 +64,7 @@ def of_other_loops(bench: Bench) -> tuple[Mutant, ...]:
             ("padding of descriptors unmasked",
              f"s = tl.where({TAIL_MASK[name].replace('start', 'n_last')}, {IN_LOGITS}", "pass"),
         )),
-        *mutants_of(one_phase, (
+        *mutants_of(single_loop, (
             ("first block without mask", "[None, :] < row_end[:, None]", "[None, :] < seqlen_kv"),
             # The last block is left out where it holds a single key.
             ("one phase, last block skipped",
