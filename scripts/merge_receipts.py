@@ -39,8 +39,8 @@ def merged(
     """
     before = {_place(record): record for record in base.records}
     records = {_place(record): record for record in table.records}
-    receipts = {(one.digest, one.versions.makers): one for one in table.receipts}
-    times = {(one.problem, one.kernel, one.versions.makers): one for one in table.times}
+    receipts = {(receipt.digest, receipt.versions.makers): receipt for receipt in table.receipts}
+    times = {(timing.problem, timing.kernel, timing.versions.makers): timing for timing in table.times}
     failed: set[tuple[str, tuple[str, ...]]] = set()
     skipped: list[Record] = []
     for part in parts:
@@ -52,18 +52,18 @@ def merged(
                 skipped.append(record)
             else:
                 records[_place(record)] = record
-        proven = {(one.digest, one.versions.makers): one for one in part.receipts}
+        proven = {(receipt.digest, receipt.versions.makers): receipt for receipt in part.receipts}
         # Records with the verdict need no receipt.
         passed = (record for record in part.records if record.verdict and record.verdict.passed)
         own = {(record.kernel, record.versions.makers) for record in passed}
         earlier = part_of(base, {record.problem for record in part.records}).receipts
-        failed |= {(one.digest, one.versions.makers) for one in earlier} - proven.keys() - own
+        failed |= {(receipt.digest, receipt.versions.makers) for receipt in earlier} - proven.keys() - own
         receipts |= proven
-        times |= {(one.problem, one.kernel, one.versions.makers): one for one in part.times}
+        times |= {(timing.problem, timing.kernel, timing.versions.makers): timing for timing in part.times}
     result = msgspec.structs.replace(
         table,
         records=tuple(records.values()),
-        receipts=tuple(one for place, one in receipts.items() if place not in failed),
+        receipts=tuple(receipt for key, receipt in receipts.items() if key not in failed),
         times=tuple(times.values()),
     )
     return without_strays(result), skipped

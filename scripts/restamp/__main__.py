@@ -72,7 +72,7 @@ def _restamp(table: Path | None, folders: tuple[Path, ...], db: str | None, as_j
     )
     if receipts is not None:
         say(f"{receipts} further receipts were carried over")
-    for reason in sorted({one.reason for one in done if one.reason}):
+    for reason in sorted({entry.reason for entry in done if entry.reason}):
         say(f"  {printable(reason)}", indent="    ")
 
 

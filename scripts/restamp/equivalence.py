@@ -81,17 +81,17 @@ def parts(binary: bytes, entry: str) -> dict[str, object]:
     because they follow from the names. `entry` is the kernel's name, which is part of section names.
     """
     sections = list(_sections(binary))
-    found: dict[str, object] = {}
+    contents: dict[str, object] = {}
     for section in sections:
         name = section.name.replace(entry, "*")
         relocated = section.name.removeprefix(".rela" if section.type == RELA else ".rel")
         if section.name.startswith(SECTIONS):
-            found[name] = section.flags, section.size, section.content
+            contents[name] = section.flags, section.size, section.content
         elif section.type in (RELA, REL) and relocated.startswith(SECTIONS):
-            found[name] = _relocations(section, sections, entry)
+            contents[name] = _relocations(section, sections, entry)
         elif section.type == NOTE and (notes := list(_amd_notes(section.content))):
-            found[name] = notes
-    return found
+            contents[name] = notes
+    return contents
 
 
 def _sections(binary: bytes) -> Iterator[_Section]:
@@ -114,8 +114,8 @@ def _relocations(section: _Section, sections: list[_Section], entry: str) -> lis
     symbols = sections[section.link]
     names = sections[symbols.link].content
     return [
-        (place, kind & 0xFFFFFFFF, _symbol(symbols.content, kind >> 32, names, sections, entry), *addend)
-        for place, kind, *addend in struct.iter_unpack(layout, section.content)
+        (offset, kind & 0xFFFFFFFF, _symbol(symbols.content, kind >> 32, names, sections, entry), *addend)
+        for offset, kind, *addend in struct.iter_unpack(layout, section.content)
     ]
 
 
@@ -123,10 +123,10 @@ def _symbol(
     table: bytes, index: int, names: bytes, sections: list[_Section], entry: str
 ) -> tuple[str, int, int]:
     """Returns a symbol's section, value and size; the name replaces the section of external symbols."""
-    name_at, _, _, place, value, size = struct.unpack_from("<IBBHQQ", table, 24 * index)
-    inside = 0 < place < len(sections)
+    name_at, _, _, number, value, size = struct.unpack_from("<IBBHQQ", table, 24 * index)
+    inside = 0 < number < len(sections)
     return (
-        sections[place].name.replace(entry, "*") if inside else _string(names, name_at),
+        sections[number].name.replace(entry, "*") if inside else _string(names, name_at),
         value,
         size,
     )
@@ -134,17 +134,17 @@ def _symbol(
 
 def _amd_notes(content: bytes) -> Iterator[object]:
     """Yields the launch parameters of AMD's notes, without the kernels' names."""
-    place = 0
-    while place < len(content):
-        owner_size, size, _ = struct.unpack_from("<III", content, place)
-        start = place + 12 + (owner_size + 3) // 4 * 4
-        if content[place + 12 : place + 12 + owner_size] == AMD:
+    offset = 0
+    while offset < len(content):
+        owner_size, size, _ = struct.unpack_from("<III", content, offset)
+        start = offset + 12 + (owner_size + 3) // 4 * 4
+        if content[offset + 12 : offset + 12 + owner_size] == AMD:
             values = msgspec.msgpack.decode(content[start : start + size])
             for kernel in values.get("amdhsa.kernels", ()):
                 for name in AMD_NAMES:
                     kernel.pop(name, None)
             yield values
-        place = start + (size + 3) // 4 * 4
+        offset = start + (size + 3) // 4 * 4
 
 
 def difference(old: Kernel, new: Kernel, problem: Problem, config: Config, target: Target) -> str:
@@ -161,9 +161,9 @@ def difference(old: Kernel, new: Kernel, problem: Problem, config: Config, targe
     for before, after in zip(old.parts, new.parts, strict=True):
         if _bound(before) != _bound(after):
             return "the tensors and numbers that its arguments are bound to"
-        found = _binary_difference(compile_kernel(before, target), compile_kernel(after, target), target)
-        if found:
-            return found
+        reason = _binary_difference(compile_kernel(before, target), compile_kernel(after, target), target)
+        if reason:
+            return reason
     return _plan_difference(old, new, problem, config, target)
 
 
@@ -296,12 +296,14 @@ def _described(
             passed.append(next(tensor for tensor in tensors[4:] if tensor.dim() == q.dim()))
         made = [*enumerate(module["descriptors"](*passed))]
     places = [tensor.untyped_storage()._cdata for tensor in passed]
-    return [(key, [_comparable(one, places) for one in descriptors]) for key, descriptors in made]
+    return [
+        (key, [_comparable(descriptor, places) for descriptor in descriptors]) for key, descriptors in made
+    ]
 
 
 def _comparable(descriptor: Any, places: list[int]) -> tuple[Any, ...]:
     fields = {field.name: getattr(descriptor, field.name) for field in dataclasses.fields(descriptor)}
     base = fields.pop("base")
-    place = places.index(base.untyped_storage()._cdata)
-    tensor = (place, base.storage_offset(), tuple(base.shape), base.stride(), base.dtype)
+    number = places.index(base.untyped_storage()._cdata)
+    tensor = (number, base.storage_offset(), tuple(base.shape), base.stride(), base.dtype)
     return tensor, {name: repr(value) for name, value in fields.items()}

@@ -183,7 +183,7 @@ def restamp(
 
 def fates(restamped: Iterable[Restamped]) -> dict[str, int]:
     """Returns the number of records by fate."""
-    counts = Counter(one.fate for one in restamped)
+    counts = Counter(entry.fate for entry in restamped)
     return {fate.value: counts[fate] for fate in Fate}
 
 
@@ -258,9 +258,9 @@ def _difference(*job: object) -> str:
 def _judged(record: Record, pair: _Pair | Restamped, compared: Mapping[_Key, str]) -> Restamped:
     if isinstance(pair, Restamped):
         return pair
-    found = compared.get(_key(record, pair), "")
-    if found:
-        return Restamped(record, Fate.CHANGED, found)
+    reason = compared.get(_key(record, pair), "")
+    if reason:
+        return Restamped(record, Fate.CHANGED, reason)
     version = template_hash(record.family)
     if pair.old is pair.new and record.versions.template == version:
         return Restamped(record, Fate.CURRENT)

@@ -46,17 +46,17 @@ def successors(
     sources = EarlierSources(folders)
     pairs: dict[str, tuple[Kernel, Kernel]] = {}
     for digest in digests:
-        found = [(old, new) for new in users if (old := sources.kernel(digest, new))]
-        if found:
+        candidates = [(old, new) for new in users if (old := sources.kernel(digest, new))]
+        if candidates:
             # Kernels with the same arguments and options may still differ, for example in a tile size.
-            pairs[digest] = min(found, key=lambda pair: _differing_lines(*pair))
+            pairs[digest] = min(candidates, key=lambda pair: _differing_lines(*pair))
     jobs = {
-        (digest, place): (old, new, record.problem, record.config, facts_of(record))
+        (digest, number): (old, new, record.problem, record.config, facts_of(record))
         for digest, (old, new) in pairs.items()
-        for place, record in enumerate(users[new])
+        for number, record in enumerate(users[new])
     }
-    found_different = differences("comparing receipts", jobs, progress)
-    different = {digest for (digest, _), why in found_different.items() if why}
+    reasons = differences("comparing receipts", jobs, progress)
+    different = {digest for (digest, _), why in reasons.items() if why}
     return {digest: users[new][0] for digest, (_, new) in pairs.items() if digest not in different}
 
 
@@ -65,9 +65,9 @@ def _earlier(receipts: Iterable[Check]) -> list[str]:
     names = [family.name for family in families()]
     templates, compilers = {template_hash(name) for name in names}, current_versions(names[0]).compilers
     earlier = (
-        one.digest
-        for one in receipts
-        if one.versions.template not in templates and one.versions.compilers == compilers
+        receipt.digest
+        for receipt in receipts
+        if receipt.versions.template not in templates and receipt.versions.compilers == compilers
     )
     return list(dict.fromkeys(earlier))
 
@@ -92,7 +92,7 @@ def _users(records: Iterable[Record]) -> dict[Kernel, list[Record]]:
 
 def _differing_lines(old: Kernel, new: Kernel) -> int:
     """Returns the number of lines that only one of two kernels has."""
-    before, after = (Counter(canonical_source(one.source).splitlines()) for one in (old, new))
+    before, after = (Counter(canonical_source(kernel.source).splitlines()) for kernel in (old, new))
     return (before - after).total() + (after - before).total()
 
 
@@ -120,11 +120,11 @@ def restamp_table(path: Path, folders: Iterable[Path] = (), progress: Progress =
     done = restamp(table.records, folders, progress)
     carried = {
         str(before.kernel)
-        for before, one in zip(table.records, done, strict=True)
-        if one.fate is Fate.CARRIED
+        for before, entry in zip(table.records, done, strict=True)
+        if entry.fate is Fate.CARRIED
     }
-    current = [one.record for one in done if one.fate in (Fate.CARRIED, Fate.CURRENT)]
-    others = [one for one in table.receipts if one.digest not in carried]
+    current = [entry.record for entry in done if entry.fate in (Fate.CARRIED, Fate.CURRENT)]
+    others = [receipt for receipt in table.receipts if receipt.digest not in carried]
     after = _restamped(table, done, successors(others, current, folders, progress))
     if after != table:
         write_file(path, dump_table(after))
@@ -140,17 +140,17 @@ def _restamped(
     that cannot be moved is left out.
     """
     pairs = zip(table.records, done, strict=True)
-    carried = [(before, one.record) for before, one in pairs if one.fate is Fate.CARRIED]
+    carried = [(before, entry.record) for before, entry in pairs if entry.fate is Fate.CARRIED]
     siblings = [msgspec.structs.replace(after, specialization=sibling(after)) for _, after in carried]
-    same = [msgspec.structs.replace(one, kernel=digest_of(one)) for one in siblings]
+    same = [msgspec.structs.replace(record, kernel=digest_of(record)) for record in siblings]
     kernels = {
-        **{str(one.kernel): one for one in same},
+        **{str(record.kernel): record for record in same},
         **{str(before.kernel): after for before, after in carried},
         **successors,
     }
     places = {(before.problem.key, before.kernel): after for before, after in carried}
-    records = tuple(one.record for one in done)
-    kept = {one.record.kernel for one in done if one.fate is not Fate.CARRIED}
+    records = tuple(entry.record for entry in done)
+    kept = {entry.record.kernel for entry in done if entry.fate is not Fate.CARRIED}
     receipts: dict[tuple[str, tuple[str, ...]], Check] = {}
     for receipt in table.receipts:
         after = kernels.get(receipt.digest)
@@ -195,7 +195,9 @@ def restamp_database(
         stored = store.records()
         done = restamp((entry.record for entry in stored), folders, progress)
         carried = {
-            entry.id: one.record for entry, one in zip(stored, done, strict=True) if one.fate is Fate.CARRIED
+            entry.id: restamped.record
+            for entry, restamped in zip(stored, done, strict=True)
+            if restamped.fate is Fate.CARRIED
         }
         store.replace_records(carried)
     return done
