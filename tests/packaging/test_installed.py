@@ -43,7 +43,7 @@ class Runner:
 
 
 def test_import_uses_the_wheel_and_is_fast(run: Runner, site: Path) -> None:
-    found = json.loads(
+    imported = json.loads(
         run.program(
             "import json, sys, time, torch, triton\n"
             "start = time.process_time()\n"
@@ -54,9 +54,9 @@ def test_import_uses_the_wheel_and_is_fast(run: Runner, site: Path) -> None:
             "print(json.dumps({'file': flashtune.__file__, 'loaded': loaded, 'seconds': seconds}))"
         )
     )
-    assert Path(found["file"]).parent == site / "flashtune"
-    assert found["loaded"] == []
-    assert found["seconds"] < IMPORT_SECONDS
+    assert Path(imported["file"]).parent == site / "flashtune"
+    assert imported["loaded"] == []
+    assert imported["seconds"] < IMPORT_SECONDS
 
 
 def test_subpackages_are_not_top_level_modules(run: Runner) -> None:
