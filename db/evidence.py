@@ -21,8 +21,10 @@ def under(table: TunedTable, versions_of: Callable[[str], Versions]) -> tuple[Re
     A receipt without a time still saves the kernel its self-check. `versions_of` returns the versions to look
     for, from a family's name.
     """
-    receipts = {(one.digest, one.versions.makers): one for one in table.receipts}
-    times = {(one.problem, one.kernel, one.versions.makers): one.measurement for one in table.times}
+    receipts = {(receipt.digest, receipt.versions.makers): receipt for receipt in table.receipts}
+    times = {
+        (timing.problem, timing.kernel, timing.versions.makers): timing.measurement for timing in table.times
+    }
 
     def known(record: Record) -> Record:
         if record.config is None or record.kernel is None or record.measurement is None:
@@ -48,4 +50,4 @@ def _under_other_compiler(earlier: Measurement, ms: float) -> tuple[SharedTime, 
     """Returns earlier times with shared masks, the kernel's scaled in proportion to its other time."""
     if not earlier.shared:
         return earlier.shared
-    return tuple(msgspec.structs.replace(one, ms=one.ms * ms / earlier.ms) for one in earlier.shared)
+    return tuple(msgspec.structs.replace(shared, ms=shared.ms * ms / earlier.ms) for shared in earlier.shared)

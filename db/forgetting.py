@@ -37,20 +37,20 @@ class Forgettable(msgspec.Struct, frozen=True):
     def clauses(self) -> list[ColumnElement[bool]]:
         """Returns the filters as conditions on a row of `records`."""
         columns = RECORDS.c
-        found: list[ColumnElement[bool]] = []
+        conditions: list[ColumnElement[bool]] = []
         if self.problems:
-            found.append(columns.problem_key.in_(self.problems))
+            conditions.append(columns.problem_key.in_(self.problems))
         if self.target is not None:
-            found.append(columns.target == self.target)
+            conditions.append(columns.target == self.target)
         if self.family is not None:
-            found.append(columns.family == self.family)
+            conditions.append(columns.family == self.family)
         if self.outcomes:
-            found.append(columns.outcome.in_(self.outcomes))
+            conditions.append(columns.outcome.in_(self.outcomes))
         if self.before is not None:
-            found.append(columns.created_at < self.before)
+            conditions.append(columns.created_at < self.before)
         if self.since is not None:
-            found.append(columns.created_at >= self.since)
-        return found
+            conditions.append(columns.created_at >= self.since)
+        return conditions
 
 
 class Group(msgspec.Struct, frozen=True):
@@ -86,13 +86,13 @@ def groups(connection: Connection, meant: Forgettable) -> list[Group]:
 
 def affected(connection: Connection, meant: Forgettable) -> list[tuple[str, str]]:
     """Returns targets and problems whose selection or fallback would be deleted."""
-    found: set[tuple[str, str]] = set()
+    pairs: set[tuple[str, str]] = set()
     for table in (SELECTIONS, FALLBACKS):
         query = select(table.c.target, table.c.problem_key).join_from(table, RECORDS).where(*meant.clauses())
-        found.update(
+        pairs.update(
             (stored_text(row.target), stored_text(row.problem_key)) for row in connection.execute(query)
         )
-    return sorted(found)
+    return sorted(pairs)
 
 
 def forget(connection: Connection, meant: Forgettable, choose: Choose, pinned_at: str) -> list[TakenBack]:

@@ -93,7 +93,9 @@ def merge_tables(
             groups = [[(record, next(ids)) for record in group] for group in held]
             ends.update(_take_groups(ours, table.target, groups, written))
             progress(len(records))
-    checks = sum(write_check(ours, one, written, replace=False) for table in tables for one in table.receipts)
+    checks = sum(
+        write_check(ours, receipt, written, replace=False) for table in tables for receipt in table.receipts
+    )
     return MergeCounts(
         news[True],
         news[False],
@@ -142,13 +144,13 @@ def _from(url: str, rows: Callable[[], Iterable[AnyRow]]) -> Iterator[AnyRow]:
 
 
 def _merge_records(theirs: Connection, ours: Connection, source_url: str) -> tuple[int, int]:
-    added = known = 0
+    added = already_stored = 0
     rows = _from(source_url, lambda: fetched(theirs, select_records()))
     for stored in readable(rows, describe(source_url)):
         _, is_new = insert_record(ours, stored.record, stored.created_at)
         added += is_new
-        known += not is_new
-    return added, known
+        already_stored += not is_new
+    return added, already_stored
 
 
 def _merge_selections(

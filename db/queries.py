@@ -55,8 +55,8 @@ def insert_record(connection: Connection, record: Record, created_at: str) -> tu
     added = connection.execute(unless_known.returning(RECORDS.c.id)).scalar()
     if added is not None:
         return int(added), True
-    known = select(RECORDS.c.id).where(RECORDS.c.content_hash == values["content_hash"])
-    return int(connection.execute(known).scalar_one()), False
+    query = select(RECORDS.c.id).where(RECORDS.c.content_hash == values["content_hash"])
+    return int(connection.execute(query).scalar_one()), False
 
 
 def insert_records(connection: Connection, records: list[Record], created_at: str) -> list[tuple[int, bool]]:
@@ -64,9 +64,11 @@ def insert_records(connection: Connection, records: list[Record], created_at: st
     rows = [_columns(record, created_at) for record in records]
     hashes = [str(row["content_hash"]) for row in rows]
     query = select(RECORDS.c.content_hash, RECORDS.c.id).where(RECORDS.c.content_hash.in_(hashes))
-    known = {row.content_hash for row in connection.execute(query)}
+    stored = {row.content_hash for row in connection.execute(query)}
     fresh = {
-        content_hash: row for content_hash, row in zip(hashes, rows, strict=True) if content_hash not in known
+        content_hash: row
+        for content_hash, row in zip(hashes, rows, strict=True)
+        if content_hash not in stored
     }
     if fresh:
         insert = insert_into(connection, RECORDS).on_conflict_do_nothing(index_elements=["content_hash"])

@@ -130,13 +130,13 @@ class Store:
 
     def _selectable(self, connection: Connection, record_id: int) -> Record:
         query = select_records().where(RECORDS.c.id == record_id)
-        found = list(readable(connection.execute(query), describe(self.url)))
-        if not found:
+        candidates = list(readable(connection.execute(query), describe(self.url)))
+        if not candidates:
             raise StoreError(f"{describe(self.url)} has no record {record_id}: `flashtune show` lists them")
-        reason = why_not_selectable(found[0].record)
+        reason = why_not_selectable(candidates[0].record)
         if reason:
             raise StoreError(f"record {record_id} of {describe(self.url)} cannot be selected: {reason}")
-        return found[0].record
+        return candidates[0].record
 
     def selections(self, target: str | None = None) -> list[StoredRecord]:
         """Returns the selected records, of one target or all, ordered by target and problem."""

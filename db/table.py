@@ -186,17 +186,17 @@ def check_table(table: TunedTable, where: str) -> None:
     proven: set[tuple[str, tuple[str, ...], str]] = set()
     for position, receipt in enumerate(table.receipts, start=1):
         # Receipts of two drivers of one branch are equal in dispatch.
-        place = receipt.digest, receipt.versions.makers, receipt.versions.driver
+        identity = receipt.digest, receipt.versions.makers, receipt.versions.driver
         on_gpu = receipt.target == table.target and names_gpu(table.target, receipt.verdict.device)
         if not on_gpu or not receipt.verdict.passed:
             raise TableError(
                 f"{where}, receipt {position} cannot be used: it is not a passed verdict on {table.target}"
             )
-        if place in proven:
+        if identity in proven:
             raise TableError(
                 f"{where}, receipt {position} cannot be used: an earlier receipt has the same kernel"
             )
-        proven.add(place)
+        proven.add(identity)
     kernels = {(record.problem.key, record.kernel) for record in table.records}
     for position, timing in enumerate(table.times, start=1):
         if (timing.problem, timing.kernel) not in kernels or not timing.measurement.samples:

@@ -40,7 +40,7 @@ def merged(
     before = {_place(record): record for record in base.records}
     records = {_place(record): record for record in table.records}
     receipts = {(receipt.digest, receipt.versions.makers): receipt for receipt in table.receipts}
-    times = {(time.problem, time.kernel, time.versions.makers): time for time in table.times}
+    times = {(timing.problem, timing.kernel, timing.versions.makers): timing for timing in table.times}
     failed: set[tuple[str, tuple[str, ...]]] = set()
     skipped: list[Record] = []
     for part in parts:
@@ -59,7 +59,7 @@ def merged(
         earlier = part_of(base, {record.problem for record in part.records}).receipts
         failed |= {(receipt.digest, receipt.versions.makers) for receipt in earlier} - proven.keys() - own
         receipts |= proven
-        times |= {(time.problem, time.kernel, time.versions.makers): time for time in part.times}
+        times |= {(timing.problem, timing.kernel, timing.versions.makers): timing for timing in part.times}
     result = msgspec.structs.replace(
         table,
         records=tuple(records.values()),

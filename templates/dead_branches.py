@@ -91,7 +91,7 @@ class _Remover(ast.NodeVisitor):
 
     def visit_If(self, node: ast.If) -> None:
         branches = list(self._branches(node))
-        tests = [True if one.test is None else self._fold(one.test) for one in branches]
+        tests = [True if branch.test is None else self._fold(branch.test) for branch in branches]
         if tests[0] is None and not any(isinstance(test, bool) for test in tests[1:]):
             self._visit_kept(branches)
             return
@@ -261,15 +261,15 @@ class _Remover(ast.NodeVisitor):
 
     def _span(self, node: ast.expr, limits: tuple[int, int] | None = None) -> tuple[int, int]:
         """Returns the place of an operand with the parentheses around it."""
-        place = self._place(node)
-        while (around := self._parentheses(place)) and (
+        span = self._place(node)
+        while (around := self._parentheses(span)) and (
             limits is None or (limits[0] <= around[0] and around[1] <= limits[1])
         ):
-            place = around
-        return place
+            span = around
+        return span
 
-    def _parentheses(self, place: tuple[int, int]) -> tuple[int, int] | None:
-        start, stop = place
+    def _parentheses(self, span: tuple[int, int]) -> tuple[int, int] | None:
+        start, stop = span
         while self._source[start - 1 : start].isspace():
             start -= 1
         while self._source[stop : stop + 1].isspace():

@@ -43,8 +43,8 @@ def render(family: Family, problem: Problem, config: Config, specialization: Spe
         values,
         template_hash=template_hash(family.name)[:12],
         kernel_name=family.name,
-        parameters={name: ",\n    ".join(given) for name, given in parameters.items()},
-        **side_names({name for given in parameters.values() for name in given}),
+        parameters={name: ",\n    ".join(names) for name, names in parameters.items()},
+        **side_names({name for names in parameters.values() for name in names}),
         checks=checks.strip(),
     )
     flags = _flags(values)
@@ -56,15 +56,15 @@ def render(family: Family, problem: Problem, config: Config, specialization: Spe
 def _parameters(kernel: Kernel) -> dict[str, list[str]]:
     """Returns the parameters of the kernel and its steps, by the names of their functions."""
     arguments = {kernel.entry: kernel.arguments} | {step.entry: step.arguments for step in kernel.steps}
-    return {entry: [one.name for one in given] for entry, given in arguments.items()}
+    return {entry: [argument.name for argument in items] for entry, items in arguments.items()}
 
 
-def _values(given: Config | Context) -> dict[str, object]:
+def _values(struct: Config | Context) -> dict[str, object]:
     """Returns the fields of a config or a context, and a context's properties."""
-    names = list(given.__struct_fields__)
-    if isinstance(given, Context):
-        names += [name for name in dir(type(given)) if isinstance(getattr(type(given), name), property)]
-    return {name: _checked(name, getattr(given, name)) for name in names}
+    names = list(struct.__struct_fields__)
+    if isinstance(struct, Context):
+        names += [name for name in dir(type(struct)) if isinstance(getattr(type(struct), name), property)]
+    return {name: _checked(name, getattr(struct, name)) for name in names}
 
 
 def _flags(values: Mapping[str, object]) -> dict[str, bool]:

@@ -55,8 +55,8 @@ def successors(
         for digest, (old, new) in pairs.items()
         for number, record in enumerate(users[new])
     }
-    found_different = differences("comparing receipts", jobs, progress)
-    different = {digest for (digest, _), why in found_different.items() if why}
+    reasons = differences("comparing receipts", jobs, progress)
+    different = {digest for (digest, _), why in reasons.items() if why}
     return {digest: users[new][0] for digest, (_, new) in pairs.items() if digest not in different}
 
 

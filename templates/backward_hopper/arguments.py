@@ -99,7 +99,7 @@ def _row_counts(problem: Problem) -> tuple[str, ...]:
 
 def _side(problem: Problem, names: tuple[str, ...]) -> tuple[Argument, ...]:
     """Returns pointers to those side tensors of the problem that have these names."""
-    return tuple(one for one in side_tensors(problem) if one.name in names)
+    return tuple(tensor for tensor in side_tensors(problem) if tensor.name in names)
 
 
 def _added_to(problem: Problem) -> tuple[str, ...]:

@@ -99,8 +99,8 @@ class DecodeLatentHopper(LatentModel, FamilyOf[LatentConfig]):
 
     def default(self, problem: Problem, target: Target) -> LatentConfig:
         """Returns a config with enough splits to use all SMs."""
-        usual = LatentConfig(num_warps=GROUP_WARPS, num_stages=2, overlap_pv=True)
-        spread = self.schedule_variants(problem, usual, target)
+        plain = LatentConfig(num_warps=GROUP_WARPS, num_stages=2, overlap_pv=True)
+        spread = self.schedule_variants(problem, plain, target)
         return min(spread, key=lambda config: (self.makespan_ms(problem, config, target), config.num_splits))
 
     def arguments(

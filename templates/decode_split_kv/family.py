@@ -147,8 +147,8 @@ class DecodeSplitKV(DecodeModel, FamilyOf[DecodeConfig]):
         Short kernels with several splits start before the preceding kernel ends. The launch is a small part
         of the time of long kernels. An early start was not timed with pages.
         """
-        usual = _default_tiles(problem, target)
-        spread = (usual, *self.schedule_variants(problem, usual, target))
+        tiles = _default_tiles(problem, target)
+        spread = (tiles, *self.schedule_variants(problem, tiles, target))
         best = min(spread, key=lambda config: (self.makespan_ms(problem, config, target), config.num_splits))
         early = msgspec.structs.replace(best, early_start=True)
         is_short = best.early_combine and self.makespan_ms(problem, best, target) < SHORT_MS

@@ -112,7 +112,7 @@ def query_chunks(problem: Problem, split_head_dim: bool) -> tuple[Chunk, ...]:
     rest = head_chunks(problem.head_dim - problem.value_head_dim, True)
     return (
         values,
-        *(Chunk(one.index + 1, one.start + values.width, one.width, one.padded) for one in rest),
+        *(Chunk(chunk.index + 1, chunk.start + values.width, chunk.width, chunk.padded) for chunk in rest),
     )
 
 

@@ -89,7 +89,7 @@ def hopper_arguments(
         *addresses,
         Argument("lse", "*fp32", POINTER_ALIGNMENT if specialization.lse else 1),
         *(Argument(name, "*fp32") for name in (SCALES if dtype.is_quantized else ())),
-        *(one for one in side_tensors(problem) if one.name not in LISTED_INPUTS),
+        *(tensor for tensor in side_tensors(problem) if tensor.name not in LISTED_INPUTS),
         *_lists(problem, config),
         Argument("scale", "fp32"),
         *side_numbers(problem),
@@ -103,7 +103,7 @@ def hopper_arguments(
 def classifying_arguments(problem: Problem, specialization: Specialization) -> tuple[Argument, ...]:
     """Returns the bias or mask, kinds, words, strides, counts, for the prologue that classifies blocks."""
     return (
-        *(one for one in side_tensors(problem) if one.name == "bias"),
+        *(tensor for tensor in side_tensors(problem) if tensor.name == "bias"),
         KINDS,
         *_words(problem),
         *_strides(problem, specialization, of_lists=True),
@@ -121,7 +121,7 @@ def listing_arguments(
     if not problem.block_mask:
         return KINDS, LISTS, Argument("seqlen_kv", "i32")
     return (
-        *(one for one in side_tensors(problem) if one.name in (*LISTED_INPUTS, "seqlens_kv")),
+        *(tensor for tensor in side_tensors(problem) if tensor.name in (*LISTED_INPUTS, "seqlens_kv")),
         *_lists(problem, config),
         *_strides(problem, specialization, of_lists=True),
         *(Argument(name, "i32") for name in LISTED_COUNTS),
@@ -151,7 +151,7 @@ def _list_counts(problem: Problem) -> tuple[str, ...]:
 def _strides(problem: Problem, specialization: Specialization, *, of_lists: bool) -> tuple[Argument, ...]:
     """Returns the strides of the inputs that a prologue lists, or those of all other extra inputs."""
     strides = side_strides(problem, specialization)
-    return tuple(one for one in strides if one.name.startswith(LISTED_STRIDES) is of_lists)
+    return tuple(stride for stride in strides if stride.name.startswith(LISTED_STRIDES) is of_lists)
 
 
 def _bias_descriptor(problem: Problem, config: HopperConfig) -> tuple[Argument, ...]:

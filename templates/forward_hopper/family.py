@@ -308,20 +308,20 @@ class ForwardHopper(HopperModel, FamilyOf[HopperConfig]):
         With some numbers of tiles, one program of a balanced grid gets most of the long tiles. The config
         then uses all SMs.
         """
-        usual = usual_config(problem)
+        config = usual_config(problem)
         is_short = mean_queries(problem) <= GROUP_ROWS
-        if problem.packed and is_short and usual.num_consumer_groups > 1:
+        if problem.packed and is_short and config.num_consumer_groups > 1:
             # Other groups have no rows of short sequences.
-            usual = msgspec.structs.replace(usual, num_consumer_groups=1, ping_pong=False, q_stages=2)
+            config = msgspec.structs.replace(config, num_consumer_groups=1, ping_pong=False, q_stages=2)
         room = target.sram_per_block - SPARE_BYTES
-        items = self.sram_items(problem, usual, target, Specialization())
+        items = self.sram_items(problem, config, target, Specialization())
         if sum(item.bytes for item in items) > room:
-            usual = padded(problem, usual)
-        if usual.balanced_grid:
-            full = msgspec.structs.replace(usual, balanced_grid=False)
-            if self.makespan_ms(problem, full, target) < UNEVEN * self.makespan_ms(problem, usual, target):
+            config = padded(problem, config)
+        if config.balanced_grid:
+            full = msgspec.structs.replace(config, balanced_grid=False)
+            if self.makespan_ms(problem, full, target) < UNEVEN * self.makespan_ms(problem, config, target):
                 return full
-        return usual
+        return config
 
     def arguments(
         self, problem: Problem, config: HopperConfig, specialization: Specialization

@@ -465,8 +465,8 @@ def role_registers(problem: Problem, config: HopperConfig) -> tuple[int, int]:
     if problem.block_mask:
         # The producer spills a few addresses, so that wide groups need not.
         wide = columns(head_chunks(problem.value_head_dim, config.split_head_dim)) > WIDE
-        usual = CONSUMER_REGISTERS[groups], PRODUCER_REGISTERS
-        return usual if wide else REGISTERS_OF_SMALL_PAGES[groups]
+        registers = CONSUMER_REGISTERS[groups], PRODUCER_REGISTERS
+        return registers if wide else REGISTERS_OF_SMALL_PAGES[groups]
     if problem.bias is not Bias.NONE:
         return CONSUMER_REGISTERS[groups], LISTED_REGISTERS
     if gathers(problem):

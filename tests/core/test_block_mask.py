@@ -51,9 +51,9 @@ def test_from_blocks(shape: tuple[int, ...]) -> None:
 def test_from_mask(size: int, extents: tuple[int, int]) -> None:
     torch.manual_seed(0)
     mask = torch.rand(extents) < 0.0003
-    found = BlockMask.from_mask(mask, size)
-    assert found.block_size == size
-    check(found, blocks_of(mask, size))
+    blocks = BlockMask.from_mask(mask, size)
+    assert blocks.block_size == size
+    check(blocks, blocks_of(mask, size))
 
 
 def test_from_mask_of_heads() -> None:
@@ -85,16 +85,16 @@ def test_from_csr() -> None:
 @pytest.mark.parametrize("top_left", [False, True])
 def test_from_window(size: int, window: tuple[int, int], extents: tuple[int, int], top_left: bool) -> None:
     queries, keys = extents
-    place = torch.arange(queries)[:, None] + (0 if top_left else keys - queries)
+    position = torch.arange(queries)[:, None] + (0 if top_left else keys - queries)
     key = torch.arange(keys)
     left, right = window
     mask = torch.ones(queries, keys, dtype=torch.bool)
     if left >= 0:
-        mask &= key >= place - left
+        mask &= key >= position - left
     if right >= 0:
-        mask &= key <= place + right
-    found = BlockMask.from_window(queries, keys, window, size, top_left=top_left)
-    check(found, blocks_of(mask, size))
+        mask &= key <= position + right
+    blocks = BlockMask.from_window(queries, keys, window, size, top_left=top_left)
+    check(blocks, blocks_of(mask, size))
 
 
 @SIZES
@@ -108,17 +108,17 @@ def test_from_documents(size: int) -> None:
     offsets = torch.tensor([0, *lengths]).cumsum(0).int()
     check(BlockMask.from_cu_seqlens(offsets, tokens, block_size=size), visible)
     both = torch.stack([documents, documents.new_zeros(tokens)])
-    found = BlockMask.from_documents(both, block_size=size)
-    assert found.counts.shape == (2, 1, len(visible))
-    assert torch.equal(found.visible_blocks(len(visible))[:, 0], torch.stack([visible, visible | True]))
+    blocks = BlockMask.from_documents(both, block_size=size)
+    assert blocks.counts.shape == (2, 1, len(visible))
+    assert torch.equal(blocks.visible_blocks(len(visible))[:, 0], torch.stack([visible, visible | True]))
 
 
 def test_from_documents_of_other_keys() -> None:
     offsets_q, offsets_k = torch.tensor([0, 64, 200]).int(), torch.tensor([0, 128, 129]).int()
-    found = BlockMask.from_cu_seqlens(offsets_q, 200, offsets_k, 129, 64)
+    blocks = BlockMask.from_cu_seqlens(offsets_q, 200, offsets_k, 129, 64)
     documents_q, documents_k = torch.zeros(200), torch.zeros(129)
     documents_q[64:], documents_k[128:] = 1, 1
-    check(found, blocks_of(documents_q[:, None] == documents_k, 64))
+    check(blocks, blocks_of(documents_q[:, None] == documents_k, 64))
 
 
 @pytest.mark.parametrize("top_k", [1, 3, 100])
@@ -127,13 +127,13 @@ def test_from_scores(top_k: int) -> None:
     scores = torch.randn(2, 2, 4, 7)
     scores[0, 0, 0] = -torch.inf
     scores[0, 0, 1, 2:] = -torch.inf
-    found = BlockMask.from_scores(scores, top_k, 64)
-    assert found.indices.shape[-1] == min(top_k, 7)
+    blocks = BlockMask.from_scores(scores, top_k, 64)
+    assert blocks.indices.shape[-1] == min(top_k, 7)
     visible = torch.zeros(scores.shape, dtype=torch.bool)
     for row, kept in zip(scores.flatten(0, 2), visible.flatten(0, 2), strict=True):
         order = sorted(range(7), key=lambda block: -float(row[block]))
         kept[[block for block in order[:top_k] if row[block] > -torch.inf]] = True
-    check(found, visible)
+    check(blocks, visible)
 
 
 def test_seen_blocks_ignores_elements_after_the_end() -> None:

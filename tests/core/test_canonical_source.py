@@ -127,14 +127,14 @@ def test_canonical_form_does_not_depend_on_python_version() -> None:
 def other_pythons() -> dict[tuple[int, ...], Path]:
     """The oldest and the newest Python on this machine, from 3.11 on, that are not the present one."""
     folders = [*map(Path, os.get_exec_path()), *Path.home().glob(".pyenv/versions/*/bin")]
-    found: dict[tuple[int, ...], Path] = {}
+    pythons: dict[tuple[int, ...], Path] = {}
     for path in sorted({path for folder in folders for path in folder.glob("python3.[0-9][0-9]")}):
         command = [str(path), "-I", "-c", "import sys; print(*sys.version_info[:3])"]
         said = subprocess.run(command, capture_output=True, text=True, check=False).stdout
         version = tuple(map(int, said.split()))
         if version >= (3, 11) and version != sys.version_info[:3]:
-            found.setdefault(version, path)
-    return {version: found[version] for version in (min(found), max(found))} if found else {}
+            pythons.setdefault(version, path)
+    return {version: pythons[version] for version in (min(pythons), max(pythons))} if pythons else {}
 
 
 def test_other_pythons_give_the_same_forms() -> None:

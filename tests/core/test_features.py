@@ -27,7 +27,9 @@ def test_every_feature_has_one_description() -> None:
 
 
 def test_every_field_belongs_to_one_feature() -> None:
-    named = [field for one in FEATURES.values() for field in (*one.fields, *one.details)]
+    named = [
+        field for description in FEATURES.values() for field in (*description.fields, *description.details)
+    ]
     assert sorted(named) == sorted(FIELDS)
 
 
@@ -38,15 +40,15 @@ def test_every_extra_input_has_a_description() -> None:
 
 
 def test_inputs_set_the_flags_of_their_features() -> None:
-    for one in FEATURES.values():
-        for given in one.numbers or one.tensors:
-            flags = flags_of(ExtraInputs()._replace(**dict[str, Any]({given.name: 1.0})))
+    for description in FEATURES.values():
+        for extra_input in description.numbers or description.tensors:
+            flags = flags_of(ExtraInputs()._replace(**dict[str, Any]({extra_input.name: 1.0})))
             assert [name for name, there in flags.items() if there] == [
-                field for field in one.fields if bool in TYPES[field]
+                field for field in description.fields if bool in TYPES[field]
             ]
 
 
-SCORED = [feature for feature, one in FEATURES.items() if one.change]
+SCORED = [feature for feature, description in FEATURES.items() if description.change]
 
 
 @pytest.mark.parametrize("feature", SCORED)
@@ -74,5 +76,5 @@ def test_derivatives_are_those_of_autograd(feature: Feature) -> None:
 
 
 def test_words_of_keys_differ() -> None:
-    words = [one.word.split("{")[0] for one in FEATURES.values()]
+    words = [description.word.split("{")[0] for description in FEATURES.values()]
     assert len(set(words)) == len(words)

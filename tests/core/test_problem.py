@@ -52,11 +52,11 @@ SIGHTS = st.builds(
 
 
 def seen_keys(sight: MaskInfo, query: int) -> set[int]:
-    place, seen = query + sight.diagonal, set()
+    position, seen = query + sight.diagonal, set()
     for key in range(sight.seqlen_kv):
-        windowed = sight.left is None or key >= place - sight.left
-        own = not sight.chunk or key // sight.chunk == place // sight.chunk
-        reached = sight.right is None or key <= place + sight.right
+        windowed = sight.left is None or key >= position - sight.left
+        own = not sight.chunk or key // sight.chunk == position // sight.chunk
+        reached = sight.right is None or key <= position + sight.right
         if reached and (key < sight.first or (windowed and own)):
             seen.add(key)
     return seen
@@ -81,8 +81,8 @@ def test_problem_round_trips_through_json(problem: Problem) -> None:
 
 
 @given(PROBLEMS, PROBLEMS)
-def test_only_equal_problems_have_equal_keys(one: Problem, other: Problem) -> None:
-    assert (one.key == other.key) == (one == other)
+def test_only_equal_problems_have_equal_keys(first: Problem, other: Problem) -> None:
+    assert (first.key == other.key) == (first == other)
 
 
 def test_nominal_flops_halve_when_causal() -> None:

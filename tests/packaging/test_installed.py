@@ -43,7 +43,7 @@ class Runner:
 
 
 def test_import_uses_only_the_package_of_the_wheel_and_is_fast(run: Runner, site: Path) -> None:
-    found = json.loads(
+    imported = json.loads(
         run.program(
             "import json, sys, time, torch, triton\n"
             "start = time.process_time()\n"
@@ -57,10 +57,10 @@ def test_import_uses_only_the_package_of_the_wheel_and_is_fast(run: Runner, site
             "print(json.dumps(results))"
         )
     )
-    assert Path(found["file"]).parent == site / "flashtune"
-    assert found["loaded"] == []
-    assert found["rooms"] == [], "subpackages are no top-level modules"
-    assert found["seconds"] < IMPORT_SECONDS
+    assert Path(imported["file"]).parent == site / "flashtune"
+    assert imported["loaded"] == []
+    assert imported["rooms"] == [], "subpackages are no top-level modules"
+    assert imported["seconds"] < IMPORT_SECONDS
 
 
 def test_every_module_is_importable_and_templates_are_installed(run: Runner) -> None:

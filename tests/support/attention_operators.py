@@ -58,11 +58,11 @@ def derived(dout: Tensor, tensors: tuple[Tensor, ...], bias: Tensor | None, **op
             torch._C._dispatch_tls_local_exclude_set().remove(torch._C.DispatchKey.AutogradCPU),
         ),
     ):
-        q, k, v = leaves = [one.detach().double().requires_grad_() for one in tensors]
+        q, k, v = leaves = [tensor.detach().double().requires_grad_() for tensor in tensors]
         out, _ = by_definition(q, k, v, None if bias is None else bias.double(), **options)
         return [
-            torch.empty_like(one).copy_(gradient)
-            for one, gradient in zip(tensors, torch.autograd.grad(out, leaves, dout.double()), strict=True)
+            torch.empty_like(tensor).copy_(gradient)
+            for tensor, gradient in zip(tensors, torch.autograd.grad(out, leaves, dout.double()), strict=True)
         ]
 
 
@@ -133,14 +133,14 @@ class Originals:
     ) -> tuple[Tensor | None, ...]:
         self.calls[f"{EFFICIENT}_backward"] += 1
         causal = len(args) > 10 and args[10]
-        found = derived(dout, args[:3], args[3], causal=causal, scale=scale)
+        gradients = derived(dout, args[:3], args[3], causal=causal, scale=scale)
         dbias = torch.zeros_like(args[3]) if args[9][3] else None
-        return (*(one.transpose(1, 2).contiguous().transpose(1, 2) for one in found), dbias)
+        return (*(gradient.transpose(1, 2).contiguous().transpose(1, 2) for gradient in gradients), dbias)
 
     def flash(self, q: Tensor, k: Tensor, v: Tensor, *args: Any, **options: Any) -> tuple[Tensor, ...]:
         self.calls[FLASH] += 1
         assert args[0] is None, "packed sequences have no reference here"
-        tensors = [one.double().transpose(1, 2) for one in (q, k, v)]
+        tensors = [tensor.double().transpose(1, 2) for tensor in (q, k, v)]
         scale = options.get("scale")
         out, lse = by_definition(*tensors, causal=args[5], scale=scale, bottom_right=True)
         states = torch.zeros(2, dtype=torch.uint64), torch.zeros((), dtype=torch.uint64)
@@ -155,8 +155,8 @@ class Originals:
 
     def flash_backward(self, dout: Tensor, *args: Any, **options: Any) -> tuple[Tensor, ...]:
         self.calls[FLASH_BACKWARD] += 1
-        tensors = tuple(one.transpose(1, 2) for one in args[:3])
-        found = derived(
+        tensors = tuple(tensor.transpose(1, 2) for tensor in args[:3])
+        gradients = derived(
             dout.transpose(1, 2),
             tensors,
             None,
@@ -164,8 +164,8 @@ class Originals:
             scale=options.get("scale"),
             bottom_right=True,
         )
-        pairs = zip(args[:3], found, strict=True)
-        return tuple(torch.empty_like(own).copy_(one.transpose(1, 2)) for own, one in pairs)
+        pairs = zip(args[:3], gradients, strict=True)
+        return tuple(torch.empty_like(own).copy_(gradient.transpose(1, 2)) for own, gradient in pairs)
 
 
 @contextmanager

@@ -24,15 +24,15 @@ class Rule(NamedTuple):
 
 def visible(rule: Rule, position: int, keys: int) -> list[int]:
     """Returns the keys that a query at a position among the keys sees."""
-    found = []
+    seen = []
     for key in range(keys):
         is_seen = not (rule.causal and key > position)
         is_seen &= rule.left is None or key >= position - rule.left
         is_seen &= rule.causal or rule.right is None or key <= position + rule.right
         is_seen &= not rule.chunk or key // rule.chunk == position // rule.chunk
         if is_seen:
-            found.append(key)
-    return found
+            seen.append(key)
+    return seen
 
 
 def one_sequence(

@@ -65,7 +65,7 @@ def _is_class(part: object) -> bool:
     return isinstance(part, dict)
 
 
-def _class(name: str, part: dict[str, Any], known: dict[str, Any]) -> Any:
+def _class(name: str, part: dict[str, Any], classes: dict[str, Any]) -> Any:
     texts = {key: text for key, text in part.items() if isinstance(text, str)}
     for base, kind in ENUMS.items():
         if base in part["bases"]:
@@ -76,7 +76,7 @@ def _class(name: str, part: dict[str, Any], known: dict[str, Any]) -> Any:
     members = {key: _method(texts.get(key, ""), key in abstract) for key in names}
     # Generic classes are subscripted where they are extended.
     members["__class_getitem__"] = classmethod(lambda cls, _: cls)
-    bases = tuple(known[base] for base in part["bases"] if base in known)
+    bases = tuple(classes[base] for base in part["bases"] if base in classes)
     return abc.ABCMeta(name, bases or (object,), members)
 
 

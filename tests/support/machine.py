@@ -62,33 +62,33 @@ class Machine:
         self.kernels.append(kernel)
         shapes = [(tensor.shape, tensor.stride()) for tensor in tensors.planned]
 
-        def seen(given: ForwardTensors | BackwardTensors) -> list[Tensor]:
-            pairs = zip(given.planned, shapes, strict=True)
+        def seen(arguments: ForwardTensors | BackwardTensors) -> list[Tensor]:
+            pairs = zip(arguments.planned, shapes, strict=True)
             return [tensor.as_strided(*bound) for tensor, bound in pairs]
 
         def forward(values: tuple[Tensor, ...], scale: float, side: ExtraInputs = NO_EXTRA_INPUTS) -> None:
             self.launches += 1
-            given = ForwardTensors(*values)
-            q, k, v, out = seen(given)
+            arguments = ForwardTensors(*values)
+            q, k, v, out = seen(arguments)
             causal = Causal(kernel.source.split("causal: ")[1].split()[0].rstrip(","))
             result, row_lse = unfused(q, k, v, scale=scale, causal=causal, return_lse=True)
             out.copy_(result)
-            if given.lse is not None and row_lse is not None:
-                given.lse.copy_(row_lse)
+            if arguments.lse is not None and row_lse is not None:
+                arguments.lse.copy_(row_lse)
 
         def backward(values: tuple[Tensor, ...], scale: float, side: ExtraInputs = NO_EXTRA_INPUTS) -> None:
             self.backward_launches += 1
-            given = BackwardTensors(*values)
-            q, k, v, _, dout, *gradients = seen(given)
+            arguments = BackwardTensors(*values)
+            q, k, v, _, dout, *gradients = seen(arguments)
             causal = Causal(kernel.source.split("causal: ")[1].split()[0].rstrip(","))
             with torch.enable_grad():
                 leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
                 out, lse = unfused(*leaves, scale=scale, causal=causal, return_lse=True)
                 assert lse is not None
-                dlse = torch.zeros_like(lse) if given.dlse is None else given.dlse
-                found = torch.autograd.grad([out, lse], leaves, [dout, dlse])
-            for gradient, one in zip(gradients, found, strict=True):
-                gradient.copy_(one)
+                dlse = torch.zeros_like(lse) if arguments.dlse is None else arguments.dlse
+                computed = torch.autograd.grad([out, lse], leaves, [dout, dlse])
+            for gradient, value in zip(gradients, computed, strict=True):
+                gradient.copy_(value)
 
         return forward if isinstance(tensors, ForwardTensors) else backward
 

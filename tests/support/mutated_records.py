@@ -56,20 +56,20 @@ def mutated_table(raw: bytes, chance: random.Random) -> bytes:
 def mutated_bytes(raw: bytes, chance: random.Random) -> bytes:
     """Bytes that are flipped, lost, doubled, moved or not UTF-8."""
     changed = bytearray(raw)
-    place = chance.randrange(len(changed))
+    offset = chance.randrange(len(changed))
     span = chance.choice((1, 8, 100, 4096))
-    part = bytes(changed[place : place + span])
+    part = bytes(changed[offset : offset + span])
     kind = chance.randrange(6)
     if kind == 0:
-        changed[place] ^= 1 << chance.randrange(8)
+        changed[offset] ^= 1 << chance.randrange(8)
     elif kind == 1:
-        changed[place:place] = bytes((chance.choice((0, 0xC0, 0xFF, 0x80)),))
+        changed[offset:offset] = bytes((chance.choice((0, 0xC0, 0xFF, 0x80)),))
     elif kind == 2:
-        del changed[place:]
+        del changed[offset:]
     elif kind == 3:
-        del changed[place : place + span]
+        del changed[offset : offset + span]
     elif kind == 4:
-        changed[place:place] = part
+        changed[offset:offset] = part
     else:
         other = chance.randrange(len(changed))
         changed[other : other + len(part)] = part

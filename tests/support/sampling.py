@@ -52,7 +52,9 @@ def _values(case: pytest.Item) -> dict[str, str]:
     if spec is None:
         raise pytest.UsageError(f"{case.nodeid}: a test without parameters has the marker sampled, remove it")
     lists = [mark.args[0] for mark in case.iter_markers("parametrize")]
-    named = [[name.strip() for name in one.split(",")] if isinstance(one, str) else [*one] for one in lists]
+    named = [
+        [name.strip() for name in names.split(",")] if isinstance(names, str) else [*names] for names in lists
+    ]
     listed = {name for names in named for name in names}
     fixtures = [[name] for name in spec.params if name not in listed]
     return {",".join(names): repr([spec.params[name] for name in names]) for names in (*named, *fixtures)}

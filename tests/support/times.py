@@ -79,12 +79,12 @@ def read(paths: Iterable[Path]) -> list[tuple[Times, str]]:
     Raises:
         ValueError: A line does not have the three fields that `Recorder` writes.
     """
-    found = []
+    times = []
     for path in paths:
         for line in path.read_text().splitlines():
             cpu, wall, name = line.split("\t", 2)
-            found.append((Times(float(cpu), float(wall)), f"{path.stem}: {name}"))
-    return found
+            times.append((Times(float(cpu), float(wall)), f"{path.stem}: {name}"))
+    return times
 
 
 def summary(tests: Sequence[tuple[Times, str]], slowest: int = SLOWEST) -> str:

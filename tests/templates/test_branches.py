@@ -32,10 +32,10 @@ Value = TypeVar("Value")
 class Recorded(jinja2.Environment):
     """Templates as rendering has them, whose every condition passes through `take`."""
 
-    def __init__(self, usual: jinja2.Environment) -> None:
-        super().__init__(loader=usual.loader, undefined=usual.undefined, autoescape=usual.autoescape)
-        self.trim_blocks, self.lstrip_blocks = usual.trim_blocks, usual.lstrip_blocks
-        self.keep_trailing_newline = usual.keep_trailing_newline
+    def __init__(self, base: jinja2.Environment) -> None:
+        super().__init__(loader=base.loader, undefined=base.undefined, autoescape=base.autoescape)
+        self.trim_blocks, self.lstrip_blocks = base.trim_blocks, base.lstrip_blocks
+        self.keep_trailing_newline = base.keep_trailing_newline
         self.taken: set[Branch] = set()
         self.globals["take"] = self._take
 
@@ -49,9 +49,9 @@ class Recorded(jinja2.Environment):
 
         def recorded(condition: nodes.Expr) -> nodes.Expr:
             line = condition.lineno
-            place = [nodes.Const(value) for value in (name, line, next(numbers))]
+            arguments = [nodes.Const(value) for value in (name, line, next(numbers))]
             take = nodes.Name("take", "load")
-            return nodes.Call(take, [*place, condition], [], None, None, lineno=line)
+            return nodes.Call(take, [*arguments, condition], [], None, None, lineno=line)
 
         for branch in [*tree.find_all(nodes.If)]:
             assert isinstance(branch.test, nodes.Expr)

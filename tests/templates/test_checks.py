@@ -31,8 +31,8 @@ Change = Callable[[Call], object]
 @functools.cache
 def wrapper_of(name: str) -> Callable[..., Any]:
     module = load_module(kernel_of(name))
-    found: Callable[..., Any] = getattr(module, "attention_backward", None) or module.attention
-    return found
+    wrapper: Callable[..., Any] = getattr(module, "attention_backward", None) or module.attention
+    return wrapper
 
 
 def call_of(name: str) -> Call:
@@ -76,7 +76,7 @@ def call_of(name: str) -> Call:
         "dropout": 0.1,
         "scale": None,
     }
-    return {one: offered[one] for one in inspect.signature(wrapper_of(name)).parameters}
+    return {parameter: offered[parameter] for parameter in inspect.signature(wrapper_of(name)).parameters}
 
 
 def moved(tensor: Tensor) -> Tensor:
@@ -123,7 +123,7 @@ def put(tensor: str, made: Callable[[Tensor], Tensor]) -> Change:
 @functools.cache
 def tensors_of(name: str) -> tuple[str, ...]:
     """Names of the tensors that a wrapper takes."""
-    return tuple(one for one, value in call_of(name).items() if isinstance(value, Tensor))
+    return tuple(argument for argument, value in call_of(name).items() if isinstance(value, Tensor))
 
 
 def large_tensors_of(name: str) -> list[str]:
@@ -132,7 +132,7 @@ def large_tensors_of(name: str) -> list[str]:
 
 EVERY = pytest.mark.parametrize("name", COMBINATIONS)
 EVERY_ALIGNED = pytest.mark.parametrize(
-    "name", [name for name, one in COMBINATIONS.items() if one[5].alignment is not Alignment.ANY]
+    "name", [name for name, case in COMBINATIONS.items() if case[5].alignment is not Alignment.ANY]
 )
 
 
@@ -143,7 +143,7 @@ def test_other_dtype_is_refused(name: str) -> None:
         expected = call_of(name)[tensor].dtype
         refused(
             name,
-            put(tensor, lambda one: one.to(torch.float64)),
+            put(tensor, lambda x: x.to(torch.float64)),
             rf"^{tensor} has dtype torch.float64, expected {expected}$",
         )
 
@@ -155,7 +155,7 @@ def test_other_device_is_refused(name: str) -> None:
         message = rf"^{tensor} is on meta, expected cpu"
         if tensor == "q":
             message = r"^k is on cpu, expected meta, the device of q$"
-        refused(name, put(tensor, lambda one: one.to("meta")), message)
+        refused(name, put(tensor, lambda x: x.to("meta")), message)
 
 
 @pytest.mark.slow
@@ -166,7 +166,7 @@ def test_other_last_size_is_refused(name: str) -> None:
         if tensor in ("block_table", "block_indices"):
             # Their last size is any.
             refused(
-                name, put(tensor, lambda one: one[:1]), rf"^{tensor} has shape \(1, .*\), expected \(2, .*\)$"
+                name, put(tensor, lambda x: x[:1]), rf"^{tensor} has shape \(1, .*\), expected \(2, .*\)$"
             )
         elif tensor == "cu_seqlens_q":
             refused(
@@ -180,7 +180,7 @@ def test_other_last_size_is_refused(name: str) -> None:
 @EVERY
 def test_other_numbers_of_dimensions_are_refused(name: str) -> None:
     for tensor in large_tensors_of(name):
-        refused(name, put(tensor, lambda one: one[0]), rf"^{tensor} has 3 dimensions, expected 4$")
+        refused(name, put(tensor, lambda x: x[0]), rf"^{tensor} has 3 dimensions, expected 4$")
 
 
 @pytest.mark.slow
@@ -254,7 +254,7 @@ def far(tensor: str, dimension: int, stride: int, *, is_latent: bool = False) ->
     """Moves all tensors to the meta device and spreads one of them."""
 
     def change(call: Call) -> None:
-        call.update({one: value.to("meta") for one, value in call.items() if isinstance(value, Tensor)})
+        call.update({key: value.to("meta") for key, value in call.items() if isinstance(value, Tensor)})
         call[tensor] = spread(call[tensor], dimension, stride)
         if is_latent:
             call["v"] = call["k"][..., : call["v"].shape[-1]]
@@ -266,7 +266,11 @@ def far(tensor: str, dimension: int, stride: int, *, is_latent: bool = False) ->
 @pytest.mark.parametrize(
     "name",
     # The copy engine addresses the tensors of the others.
-    [name for name, one in COMBINATIONS.items() if one[0] not in ("forward_hopper", "decode_latent_hopper")],
+    [
+        name
+        for name, case in COMBINATIONS.items()
+        if case[0] not in ("forward_hopper", "decode_latent_hopper")
+    ],
 )
 def test_offsets_beyond_32_bits_are_refused(name: str) -> None:
     """Tensors without memory, which all lie on one device."""
@@ -290,7 +294,7 @@ def test_non_contiguous_extra_inputs_are_refused(name: str) -> None:
         if tensor in ("lse", "dlse") or (is_quantized and tensor not in ("q", "k", "v")):
             refused(
                 name,
-                put(tensor, lambda one: torch.zeros(*one.shape[:-1], one.shape[-1] + 1)[..., :-1]),
+                put(tensor, lambda x: torch.zeros(*x.shape[:-1], x.shape[-1] + 1)[..., :-1]),
                 rf"^{tensor} has strides \(.*\), expected a contiguous tensor$",
             )
 
@@ -315,7 +319,7 @@ def test_gluon_kernels_refuse_cpu_tensors(name: str) -> None:
 @pytest.mark.slow
 def test_checks_do_not_affect_versions_and_digests(monkeypatch: pytest.MonkeyPatch) -> None:
     # A kernel of each family.
-    names = {combination[0]: name for name, combination in COMBINATIONS.items()}.values()
+    names = {case[0]: name for name, case in COMBINATIONS.items()}.values()
     before = {name: kernel_of(name) for name in names}
     versions = {name: template_hash(name) for name in family_names()}
     read = registry._read

@@ -96,11 +96,11 @@ def test_changed_code_changes_the_canonical_form(name: str) -> None:
         ("gl.changed.", "gl."),
     )
     tried = 0
-    for place in re.finditer(r"(?m)^ *(?:[\w, ]+ = |return )?(?:\{% |\{\{ |tl\.|gl\.).*$", text):
-        line = place.group()
+    for match in re.finditer(r"(?m)^ *(?:[\w, ]+ = |return )?(?:\{% |\{\{ |tl\.|gl\.).*$", text):
+        line = match.group()
         new = next(line.replace(old, new, 1) for new, old in changes if old in line)
-        changed = text[: place.start()] + new + text[place.end() :]
-        if not _is_free(text, place.start()):
+        changed = text[: match.start()] + new + text[match.end() :]
+        if not _is_free(text, match.start()):
             tried += 1
             assert canonical_template(changed) != canonical_template(text), line
     assert tried
@@ -119,5 +119,5 @@ def _is_free(text: str, position: int) -> bool:
 @pytest.mark.parametrize("name", all_templates())
 def test_hash_covers_every_template_reference(name: str) -> None:
     environment = jinja2.Environment()
-    found = set(jinja2.meta.find_referenced_templates(environment.parse(read(name))))
-    assert found == set(registry.IMPORT.findall(read(name)))
+    references = set(jinja2.meta.find_referenced_templates(environment.parse(read(name))))
+    assert references == set(registry.IMPORT.findall(read(name)))

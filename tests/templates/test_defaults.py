@@ -55,8 +55,8 @@ def problems_of(family: Family, target: Target) -> Iterator[Problem]:
 
 def draw_problem(chance: random.Random, family: Family) -> Problem | None:
     """A problem with up to two features of a family; None if they exclude each other."""
-    known = sorted(family.features & DRAWN.keys())
-    asked = chance.sample(known, min(len(known), chance.randrange(3)))
+    supported = sorted(family.features & DRAWN.keys())
+    asked = chance.sample(supported, min(len(supported), chance.randrange(3)))
     if Feature.MLA in asked:
         head_dim, value_head_dim = chance.choice(LATENT_WIDTHS)
     else:

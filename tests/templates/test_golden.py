@@ -122,11 +122,11 @@ def test_comments_are_above_code(rendered: str) -> None:
 @pytest.mark.parametrize("rendered", HOPPER_BACKWARD)
 def test_arguments_match_the_functions_of_the_hopper_gradient(rendered: str) -> None:
     kernel = rendered_kernel(rendered)
-    found = functions(kernel.source)
+    by_name = functions(kernel.source)
     plans = {"launch_plan", "prologue_plan", "epilogue_plan"}
-    assert plans | {"descriptors", "attention_backward"} <= found.keys()
+    assert plans | {"descriptors", "attention_backward"} <= by_name.keys()
     for part in kernel.parts:
-        parameters = [argument.arg for argument in found[part.entry].args.args]
+        parameters = [argument.arg for argument in by_name[part.entry].args.args]
         assert parameters == [argument.name for argument in part.arguments]
 
 
@@ -147,11 +147,11 @@ def functions(source: str) -> dict[str, ast.FunctionDef]:
 @pytest.mark.slow
 def test_all_families_take_tensors_and_scale_in_the_same_order(name: str) -> None:
     """Kernel packages call the files of all families alike."""
-    found = functions(rendered_kernel(name).source)
-    order = ["q", "k", "v", "scale"] if "attention" in found else [*"qkv", "out", "lse", "dout", "scale"]
+    by_name = functions(rendered_kernel(name).source)
+    order = ["q", "k", "v", "scale"] if "attention" in by_name else [*"qkv", "out", "lse", "dout", "scale"]
     order += ["q_scale", "k_scale", "v_scale"] if COMBINATIONS[name][1] == "e4m3" else []
-    (entry,) = (found[one] for one in ("attention", "attention_backward") if one in found)
-    assert [one.arg for one in entry.args.args] == order
+    (entry,) = (by_name[wrapper] for wrapper in ("attention", "attention_backward") if wrapper in by_name)
+    assert [argument.arg for argument in entry.args.args] == order
 
 
 @pytest.mark.slow
@@ -191,7 +191,7 @@ def test_kernels_import_only_torch_and_triton(name: str) -> None:
 @pytest.mark.slow
 def test_arguments_match_the_function(name: str) -> None:
     kernel = rendered_kernel(name)
-    found = functions(kernel.source)
+    by_name = functions(kernel.source)
     backward = kernel.family.startswith("backward")
     usable = {kernel.entry, "launch_plan", "attention_backward" if backward else "attention"}
     if kernel.prologue is not None and not kernel.takes_descriptors:
@@ -202,14 +202,14 @@ def test_arguments_match_the_function(name: str) -> None:
         usable |= {"scrambled", "random_rows", "drop" if kernel.takes_descriptors else "stays"}
     if kernel.takes_descriptors:
         # Steps and roles are functions of their own.
-        assert usable | {"descriptors", "produce", "consume"} <= set(found)
+        assert usable | {"descriptors", "produce", "consume"} <= set(by_name)
     else:
         # Helpers of kernels are functions of their own.
-        assert usable <= set(found)
-    parameters = [argument.arg for argument in found[kernel.entry].args.args]
+        assert usable <= set(by_name)
+    parameters = [argument.arg for argument in by_name[kernel.entry].args.args]
     assert parameters == [argument.name for argument in kernel.arguments]
     for step in filter(None, (kernel.prologue, kernel.epilogue)):
-        parameters = [argument.arg for argument in found[step.entry].args.args]
+        parameters = [argument.arg for argument in by_name[step.entry].args.args]
         assert parameters == [argument.name for argument in step.arguments]
 
 

@@ -101,9 +101,9 @@ PAIRS = list(itertools.combinations(ASKED, 2))
 
 @pytest.mark.slow
 def test_rendered_pairs_of_features_are_readable() -> None:
-    for index, (one, other) in enumerate(PAIRS):
+    for index, (first, other) in enumerate(PAIRS):
         causal = list(Causal)[index % 3]
-        changes = {**ASKED[one], **ASKED[other]}
+        changes = {**ASKED[first], **ASKED[other]}
         if changes.get("page_size") and changes.get("kv_lengths"):
             continue
         problem = a_problem(**changes, causal=causal, head_dim=48 if index % 3 else 64, value_head_dim=64)
@@ -121,23 +121,23 @@ def test_rendered_pairs_of_features_are_readable() -> None:
 def check_source(kernel: Kernel) -> None:
     """It parses, says its arguments, sets no name for nothing, and has no long or ragged lines."""
     tree = ast.parse(kernel.source)
-    found = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
     drawing = {"scrambled", "random_rows", "stays"} if "seed" in kernel.side else set()
     own = {FAMILY.name, "launch_plan", "attention"} | drawing
-    assert own <= set(found)
+    assert own <= set(functions)
     # All others are helpers of the kernel.
     called = {
         node.func.id
         for node in ast.walk(tree)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
     }
-    assert set(found) - own <= called
-    arguments = [argument.arg for argument in found[FAMILY.name].args.args]
+    assert set(functions) - own <= called
+    arguments = [argument.arg for argument in functions[FAMILY.name].args.args]
     assert arguments == [argument.name for argument in kernel.arguments]
     side = [name for name in kernel.side if name not in NUMBERS]
-    assert [argument.arg for argument in found["launch_plan"].args.args] == ["q", "k", "v", "out", *side]
-    assert [argument.arg for argument in found["attention"].args.kwonlyargs] == list(kernel.side)
-    for function in found.values():
+    assert [argument.arg for argument in functions["launch_plan"].args.args] == ["q", "k", "v", "out", *side]
+    assert [argument.arg for argument in functions["attention"].args.kwonlyargs] == list(kernel.side)
+    for function in functions.values():
         names = [node for node in ast.walk(function) if isinstance(node, ast.Name)]
         read = {node.id for node in names if isinstance(node.ctx, ast.Load)}
         assert {node.id for node in names if isinstance(node.ctx, ast.Store)} - read <= {"_", "batch"}
@@ -157,11 +157,11 @@ def test_integer_arguments_of_a_launch_match_the_kernel() -> None:
     grid, workspaces, integers = load_module(kernel).launch_plan(q, k, k, q, *side)
     assert (grid, workspaces) == (((100 // 64 + 3) * 4,), ())
     names = [argument.name for argument in kernel.arguments][-len(integers) :]
-    given = dict(zip(names, integers, strict=True))
+    values = dict(zip(names, integers, strict=True))
     assert names[0] == "stride_qb"
-    assert (given["stride_kb"], given["stride_ks"], given["stride_k_scale_p"]) == (2048, 64, 2)
-    assert (given["stride_slopes_b"], given["stride_table"], given["sequences"]) == (4, 7, 3)
-    assert (given["seqlen_q"], given["group_size"]) == (100, 2)
+    assert (values["stride_kb"], values["stride_ks"], values["stride_k_scale_p"]) == (2048, 64, 2)
+    assert (values["stride_slopes_b"], values["stride_table"], values["sequences"]) == (4, 7, 3)
+    assert (values["seqlen_q"], values["group_size"]) == (100, 2)
 
 
 def test_a_bias_has_wide_strides() -> None:
@@ -186,7 +186,7 @@ COMPILED: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [one[1] for one in COMPILED], ids=[one[0] for one in COMPILED])
+@pytest.mark.parametrize("changes", [case[1] for case in COMPILED], ids=[case[0] for case in COMPILED])
 def test_compiled_sram_on_hopper_matches_the_model(changes: dict[str, Any]) -> None:
     problem = a_problem(**changes)
     for config in (CONFIG, msgspec.structs.replace(CONFIG, num_stages=3, split_masked_loop=False)):

@@ -61,10 +61,10 @@ def test_the_default_of_hopper_uses_warp_group_instructions(dtype: Dtype) -> Non
 def test_ordinary_arithmetic_is_expected_to_be_slow() -> None:
     family = find_family("forward_q_outer")
     problem = float32_problem(Dtype.FP32, family)
-    usual = family.default(problem, TARGET)
+    default = family.default(problem, TARGET)
     times = {}
     for precision in (InputPrecision.IEEE, InputPrecision.BF16X6, InputPrecision.BF16X3):
-        config = msgspec.structs.replace(usual, input_precision=precision)
+        config = msgspec.structs.replace(default, input_precision=precision)
         times[precision] = scheduled_ms(
             problem, family, config, estimated(problem, config, 0, TARGET), TARGET
         )

@@ -56,9 +56,9 @@ def gradient_binders(
     problem: Problem, tensors: Tensors, detail: str, peers: Sequence[str]
 ) -> dict[str, Bind]:
     """Returns functions that bind each contestant to the inputs, by its name."""
-    given = differentiable(tensors)
-    binders: dict[str, Bind] = {OURS: functools.partial(_ours, problem, given, detail)}
-    return binders | {name: functools.partial(_peer, name, problem, given) for name in peers}
+    leaves = differentiable(tensors)
+    binders: dict[str, Bind] = {OURS: functools.partial(_ours, problem, leaves, detail)}
+    return binders | {name: functools.partial(_peer, name, problem, leaves) for name in peers}
 
 
 def _ours(problem: Problem, tensors: Tensors, detail: str) -> Contestant:
@@ -96,9 +96,9 @@ def gradient_judge(problem: Problem, tensors: Tensors) -> Judge:
     layout = SequenceLayout.of(problem, tensors)
     q, k, v, side = layout.padded(tensors)
     dout = layout.queries(tensors.backward.dout)
-    given = BackwardCase(q, k, v, dout, None, side, tensors.scale, layout.lengths)
+    case = BackwardCase(q, k, v, dout, None, side, tensors.scale, layout.lengths)
     with torch.no_grad():
-        expected = expect_gradients(problem, given, chosen)
+        expected = expect_gradients(problem, case, chosen)
     return functools.partial(error_of, layout=layout, chosen=chosen, expected=expected)
 
 

@@ -73,7 +73,7 @@ def run_bench(
             for entry, measurement, host in zip(admitted, measured, hosts, strict=True)
         ),
         left_out=tuple(entry for entry in entries if isinstance(entry, LeftOut)),
-        rounds=min((one.samples for one in measured), default=0),
+        rounds=min((measurement.samples for measurement in measured), default=0),
         throttled=any(measurement.throttled for measurement in measured),
         clock_mhz=clock,
         seconds=time.perf_counter() - start,

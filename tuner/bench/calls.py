@@ -173,5 +173,5 @@ def bind_program(call: ProgramCall, detail: str) -> Contestant:
     def run() -> Tensor:
         return call.heads_first(planned(*call.inputs, **call.named))
 
-    usual = functools.partial(call.attend, *call.inputs, **call.named, **call.options)
-    return Contestant(OURS, detail, run, usual)
+    attend = functools.partial(call.attend, *call.inputs, **call.named, **call.options)
+    return Contestant(OURS, detail, run, attend)

@@ -37,11 +37,11 @@ def _product(dtype: torch.dtype, device: torch.device) -> Run:
     left, right = (torch.randn(SIDE, SIDE, device=device, dtype=torch.float32).to(dtype) for _ in range(2))
     if dtype.itemsize == 1:
         # 8-bit factors need scales, and a column-major second factor.
-        one = torch.ones((), device=device)
+        unit_scale = torch.ones((), device=device)
         # torch has no public name for it.
         multiply = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
         return functools.partial(
-            multiply, left, right.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True
+            multiply, left, right.t(), unit_scale, unit_scale, out_dtype=torch.bfloat16, use_fast_accum=True
         )
     return functools.partial(torch.mm, left, right, out=torch.empty_like(left))
 

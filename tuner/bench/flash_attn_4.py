@@ -19,7 +19,7 @@ COMPUTED = frozenset({Feature.WINDOW, Feature.SOFTCAP, Feature.SINKS, Feature.PA
 
 def flash_attn_4_call(problem: Problem, tensors: Tensors) -> tuple[Callable[[], Any], Callable[[], Tensor]]:
     """Returns a call as in a program, and a run whose output has heads before tokens."""
-    call = _call(problem, tensors, *(_own(problem, one) for one in (tensors.q, tensors.k, tensors.v)))
+    call = _call(problem, tensors, *(_own(problem, tensor) for tensor in (tensors.q, tensors.k, tensors.v)))
     return call, lambda: _heads_first(problem, _output(call()))
 
 
@@ -29,8 +29,8 @@ def flash_attn_4_gradients(problem: Problem, tensors: Tensors) -> Callable[[], t
     The run returns the gradients of q, k and v with heads before tokens.
     """
     assert tensors.backward is not None
-    given = tensors.q, tensors.k, tensors.v
-    leaves = [_own(problem, one).detach().requires_grad_() for one in given]
+    inputs = tensors.q, tensors.k, tensors.v
+    leaves = [_own(problem, tensor).detach().requires_grad_() for tensor in inputs]
     with torch.enable_grad():
         out = _output(_call(problem, tensors, *leaves)())
     dout = _own(problem, tensors.backward.dout)

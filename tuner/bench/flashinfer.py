@@ -40,15 +40,15 @@ def flashinfer_run(problem: Problem, tensors: Tensors) -> Callable[[], Tensor]:
     # Without a tensor for it, some wrappers clear the output in each run.
     room = q.new_empty(*q.shape[:2], problem.value_head_dim)
     wrapper: Any
-    given: tuple[Any, ...]
+    cache: tuple[Any, ...]
     if not problem.page_size:
         wrapper = module.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
         starts = tensors.side.cu_seqlens_q, tensors.side.cu_seqlens_kv
         wrapper.plan(*starts, *heads, **options_of_prefill, **options)
-        given = tuple(one.transpose(1, 2).flatten(0, 1) for one in (tensors.k, tensors.v))
+        cache = tuple(tensor.transpose(1, 2).flatten(0, 1) for tensor in (tensors.k, tensors.v))
     else:
         pages, size = _pages(problem, tensors), problem.page_size
-        given = (tuple(one.transpose(1, 2) for one in (tensors.k, tensors.v)),)
+        cache = (tuple(tensor.transpose(1, 2) for tensor in (tensors.k, tensors.v)),)
         if problem.seqlen_q == 1 and not problem.packed:
             wrapper = module.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
             wrapper.plan(*pages, *heads, size, **options)
@@ -59,7 +59,7 @@ def flashinfer_run(problem: Problem, tensors: Tensors) -> Callable[[], Tensor]:
 
     def run() -> Tensor:
         batch, _, rows, _ = tensors.q.shape
-        out: Tensor = wrapper.run(q, *given, out=room)
+        out: Tensor = wrapper.run(q, *cache, out=room)
         return out.view(batch, rows, *out.shape[1:]).transpose(1, 2)
 
     return run

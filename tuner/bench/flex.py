@@ -115,7 +115,7 @@ def _block_mask(problem: Problem, tensors: Tensors, locate: Locate) -> BlockMask
 def _mask_extents(problem: Problem, tensors: Tensors) -> tuple[int | None, int | None]:
     """Returns the batch elements and heads of the mask, None where all share one."""
     side, features = tensors.side, problem.features
-    own = [one for one in (side.bias, side.block_counts) if one is not None and one.stride(0)]
+    own = [tensor for tensor in (side.bias, side.block_counts) if tensor is not None and tensor.stride(0)]
     differ = own or (features & OF_SEQUENCES and not problem.packed)
     return tensors.q.shape[0] if differ else None, problem.heads if features & OF_HEADS else None
 
@@ -135,19 +135,19 @@ def _visible(problem: Problem, tensors: Tensors, locate: Locate) -> Visible:
         blocks = seen_blocks(side.block_counts, side.block_indices, -(-problem.seqlen_kv // size))
 
     def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        place = locate(batch, query, key)
+        position = locate(batch, query, key)
         near = []
         if left is not None:
-            near.append(place.key >= place.query - left)
+            near.append(position.key >= position.query - left)
         if chunk:
-            near.append(place.key // chunk == place.query // chunk)
-        seen = [_all(near) | (place.key < problem.sink_tokens)] if problem.sink_tokens and near else near
+            near.append(position.key // chunk == position.query // chunk)
+        seen = [_all(near) | (position.key < problem.sink_tokens)] if problem.sink_tokens and near else near
         if right is not None:
-            seen = [*seen, place.key <= place.query + right]
+            seen = [*seen, position.key <= position.query + right]
         if side.prefix is not None and seen:
-            seen = [_all(seen) | (place.key < side.prefix[place.sequence])]
-        if place.inside is not None:
-            seen = [*seen, place.inside]
+            seen = [_all(seen) | (position.key < side.prefix[position.sequence])]
+        if position.inside is not None:
+            seen = [*seen, position.inside]
         if bias is not None:
             seen = [*seen, bias[batch, head, query, key]]
         if blocks is not None:
@@ -172,8 +172,8 @@ def _score(problem: Problem, tensors: Tensors, locate: Locate) -> Score | None:
         if side.softcap is not None:
             score = side.softcap * torch.tanh(score / side.softcap)
         if side.slopes is not None:
-            place = locate(batch, query, key)
-            score = score - side.slopes[place.sequence, head] * (place.query - place.key).abs()
+            position = locate(batch, query, key)
+            score = score - side.slopes[position.sequence, head] * (position.query - position.key).abs()
         if bias is not None:
             score = score + bias[batch, head, query, key]
         return score

@@ -143,20 +143,20 @@ def case_of(problem: Problem) -> str:
 
 def _is_of_paper(problem: Problem) -> bool:
     square = problem.seqlen_q == problem.seqlen_kv and problem.head_dim == problem.value_head_dim
-    usual = problem.dtype is Dtype.BF16 and problem.heads == problem.kv_heads and not problem.features
+    is_plain = problem.dtype is Dtype.BF16 and problem.heads == problem.kv_heads and not problem.features
     width = problem.heads * problem.head_dim
-    return square and usual and width == MODEL_WIDTH and problem.batch * problem.seqlen_q == TOKENS
+    return square and is_plain and width == MODEL_WIDTH and problem.batch * problem.seqlen_q == TOKENS
 
 
 def read_figures(data: bytes, name: str) -> PeerFile:
     """Returns figures of others: a list of cases, or an object with their `source` and `cases`."""
     try:
-        found = msgspec.json.decode(data, type=PeerFile | tuple[Figures, ...])
+        decoded = msgspec.json.decode(data, type=PeerFile | tuple[Figures, ...])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise UsageError(
             f"{name} holds no peers' figures: {error}; write a list of cases with cudnn, fa2, flex and fa4"
         ) from error
-    file = found if isinstance(found, PeerFile) else PeerFile(name[:400], found)
+    file = decoded if isinstance(decoded, PeerFile) else PeerFile(name[:400], decoded)
     cases = [figures.case for figures in file.cases]
     twice = sorted({case for case in cases if cases.count(case) > 1})
     if twice:

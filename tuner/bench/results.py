@@ -152,8 +152,8 @@ def decode_case(problem: Problem) -> str | None:
 
     An example is `decode b16 hq32 hkv8 s8192 d128 [GB/s]`.
     """
-    usual = problem.dtype is Dtype.BF16 and problem.head_dim == problem.value_head_dim
-    if not is_decode(problem) or not usual or problem.features:
+    is_plain = problem.dtype is Dtype.BF16 and problem.head_dim == problem.value_head_dim
+    if not is_decode(problem) or not is_plain or problem.features:
         return None
     heads = f"hq{problem.heads} hkv{problem.kv_heads}"
     return f"decode b{problem.batch} {heads} s{problem.seqlen_kv} d{problem.head_dim} [{Unit.GBPS}]"

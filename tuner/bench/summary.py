@@ -87,14 +87,14 @@ class Against(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def ratios(benches: Sequence[Bench]) -> tuple[Ratios, ...]:
     """Returns our speed over the best baseline's and over each baseline's; none without our row."""
-    found: dict[str, list[Point]] = {ANY_PEER: []}
+    by_peer: dict[str, list[Point]] = {ANY_PEER: []}
     for bench in benches:
         ours = bench.row(OURS)
         peers = [row for row in bench.rows if row.name != OURS]
         if ours is None or not peers:
             continue
         for name, ms in ((ANY_PEER, min(row.ms for row in peers)), *((row.name, row.ms) for row in peers)):
-            found.setdefault(name, []).append(Point(bench.problem.key, ms / ours.ms))
+            by_peer.setdefault(name, []).append(Point(bench.problem.key, ms / ours.ms))
     return tuple(
         Ratios(
             name,
@@ -102,17 +102,17 @@ def ratios(benches: Sequence[Bench]) -> tuple[Ratios, ...]:
             statistics.geometric_mean([point.ratio for point in points]),
             min(points, key=lambda point: point.ratio),
         )
-        for name, points in found.items()
+        for name, points in by_peer.items()
         if points
     )
 
 
 def against(benches: Sequence[Bench], file: PeerFile) -> Against | None:
     """Compares the benches with a file's figures; None if they share no case."""
-    known = {figures.case: figures for figures in file.cases}
+    by_case = {figures.case: figures for figures in file.cases}
     points = []
     for bench in benches:
-        figures = known.get(case_of(bench.problem))
+        figures = by_case.get(case_of(bench.problem))
         point = _point(bench, figures, file.absolute) if figures else None
         if point is not None:
             points.append(point)
@@ -153,13 +153,13 @@ class OfCopy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def of_copy(run: BenchRun) -> tuple[OfCopy, ...]:
     """Returns our read speeds in decoding; none if no copy was timed."""
-    found = []
+    comparisons = []
     for bench in run.benches:
         ours = bench.row(OURS)
         if ours is not None and is_decode(bench.problem) and run.copy is not None:
             gbps = kv_bytes(bench.problem) / ours.ms / 1e6
-            found.append(OfCopy(case_of(bench.problem), gbps, gbps / run.copy.gbps))
-    return tuple(found)
+            comparisons.append(OfCopy(case_of(bench.problem), gbps, gbps / run.copy.gbps))
+    return tuple(comparisons)
 
 
 def _worst(points: Sequence[AgainstPoint]) -> AgainstPoint:

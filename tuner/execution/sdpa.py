@@ -118,7 +118,7 @@ def _mask(problem: Problem, tensors: Tensors) -> Tensor:
         torch.zeros((), device=device) if side.bias is None or side.bias.dtype is torch.bool else side.bias
     )
     if side.slopes is not None:
-        place = places(problem, lengths, batch, rows, device)[:, None]
-        distance = (place - torch.arange(problem.seqlen_kv, device=device)).abs()
+        positions = places(problem, lengths, batch, rows, device)[:, None]
+        distance = (positions - torch.arange(problem.seqlen_kv, device=device)).abs()
         added = added - side.slopes[:, :, None, None] * distance
     return torch.where(seen, added, float("-inf")).to(tensors.q.dtype)

@@ -87,7 +87,7 @@ def peer_runs(problem: Problem, tensors: Tensors) -> Iterator[tuple[str, Run]]:
 
 
 def sdpa_runs(forward: Problem, tensors: Tensors) -> Iterator[tuple[str, Run]]:
-    """Yields the SDPA backends that compute a forward problem, or its gradients if `given` has them."""
+    """Yields the SDPA backends that compute a forward problem, or its gradients if `tensors` has them."""
     for name, backend in BACKENDS.items():
         run = sdpa_run(forward, tensors, backend)
         timed = None if run is None else _timed(run, tensors)

@@ -139,7 +139,7 @@ def features(family: Family, config: Config, resources: Resources, target: Targe
     stays = isinstance(config, Persistent)
     blocks = 1 if stays else max(1, resident.blocks)
     warps = max(1, resident.warps)
-    found = {
+    values = {
         "resident blocks": math.log(blocks),
         "one resident block": float(blocks == 1),
         "resident warps": math.log(warps),
@@ -148,7 +148,7 @@ def features(family: Family, config: Config, resources: Resources, target: Targe
         "keys of a block": math.log2(config.block_n),
         "rows of a warp": math.log2(config.block_m * blocks / warps),
     }
-    return found | {
+    return values | {
         name: value
         for field, plain in config.items()
         if field not in SIZES
@@ -197,8 +197,10 @@ def expected_ms(
     own = fit.families.get(family.name)
     if own is None or fit.arch != target.arch or math.isinf(ms):
         return ms
-    found = features(family, config, resources, target)
-    return ms * math.exp(own.level + sum(own.weights.get(name, 0.0) * value for name, value in found.items()))
+    values = features(family, config, resources, target)
+    return ms * math.exp(
+        own.level + sum(own.weights.get(name, 0.0) * value for name, value in values.items())
+    )
 
 
 def scheduled_ms(

@@ -54,17 +54,17 @@ def expect(request: SearchRequest, store: Store | None, width: int, compile_seco
     candidates = sum(families.values())
     provenance = Provenance.PREDICTED if request.device is None else Provenance.MEASURED
     rows = finished(store, scope, provenance).values() if store else ()
-    known = sum(row.record.kernel is not None for row in rows)
+    compiled = sum(row.record.kernel is not None for row in rows)
     rate = width / compile_seconds
     most = min(candidates, request.budget.trials or candidates)
-    seconds = min(request.budget.seconds or math.inf, max(0, most - known) / rate)
+    seconds = min(request.budget.seconds or math.inf, max(0, most - compiled) / rate)
     return Expectation(
         problem=request.problem.key,
         target=request.target.name,
         families=families,
         candidates=candidates,
-        known=known,
-        tried=max(known, min(most, known + round(seconds * rate))),
+        known=compiled,
+        tried=max(compiled, min(most, compiled + round(seconds * rate))),
         seconds=seconds,
     )
 

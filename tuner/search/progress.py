@@ -30,17 +30,17 @@ def finished_lines(progress: Progress) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def shown(console: Console, place: Place) -> Iterator[Observer]:
+def shown(console: Console, position: Place) -> Iterator[Observer]:
     """Gives an observer that shows one search on a console while the context is open."""
     if console.is_terminal:
-        with _live(console, place) as observer:
+        with _live(console, position) as observer:
             yield observer
     else:
-        yield plain(lambda line: console.print(line, markup=False, highlight=False), place)
+        yield plain(lambda line: console.print(line, markup=False, highlight=False), position)
 
 
 @contextlib.contextmanager
-def _live(console: Console, place: Place) -> Iterator[Observer]:
+def _live(console: Console, position: Place) -> Iterator[Observer]:
     """Shows a line with a bar and the remaining time, and below it the best kernel and the counts."""
     from rich.live import Live
     from rich.text import Text
@@ -49,7 +49,7 @@ def _live(console: Console, place: Place) -> Iterator[Observer]:
     with Live(console=console, transient=True, redirect_stdout=False, refresh_per_second=8) as live:
 
         def observe(progress: Progress) -> None:
-            live.update(Text("\n".join((_bar(progress) + place.of(progress), *status_lines(progress)))))
+            live.update(Text("\n".join((_bar(progress) + position.of(progress), *status_lines(progress)))))
 
         yield observe
 
@@ -68,7 +68,7 @@ def share_done(progress: Progress) -> float:
     return progress.seconds / max(progress.seconds + progress.remaining, 1e-9)
 
 
-def plain(write: Callable[[str], None], place: Place, interval: float = PLAIN_INTERVAL) -> Observer:
+def plain(write: Callable[[str], None], position: Place, interval: float = PLAIN_INTERVAL) -> Observer:
     """Returns an observer that writes a line when the phase changes, and every `interval` seconds."""
     last_phase: tuple[str, Phase] | None = None
     last_time = 0.0
@@ -79,7 +79,7 @@ def plain(write: Callable[[str], None], place: Place, interval: float = PLAIN_IN
         if phase == last_phase and now - last_time < interval:
             return
         last_phase, last_time = phase, now
-        write("; ".join((place.of(progress), *status_lines(progress)[:2])))
+        write("; ".join((position.of(progress), *status_lines(progress)[:2])))
 
     return observe
 

@@ -40,7 +40,7 @@ class DefaultStrategy:
         scope: SearchTask,
         start: Iterable[Candidate],
         ranked: Sequence[Ranked],
-        known: dict[Candidate, TrialResult],
+        results: dict[Candidate, TrialResult],
         seed: int,
         beliefs: GpParams = BELIEFS,
     ) -> None:
@@ -55,7 +55,7 @@ class DefaultStrategy:
         self._draw = random.Random(seed)  # noqa: S311 - no secret
         self._open: set[Candidate] = set()
         self._turns = itertools.cycle(self._sources())
-        for candidate, answer in known.items():
+        for candidate, answer in results.items():
             self.tell(candidate, answer)
 
     def _sources(self) -> tuple[Callable[[], Candidate | None], ...]:
@@ -122,13 +122,13 @@ class DefaultStrategy:
         free, places = self._free(), self._pool.places
         if not free.any():
             return None
-        known = {
+        times = {
             places[candidate]: answer.ms for candidate, answer in self._answers.items() if candidate in places
         }
-        if all(ms is None for ms in known.values()):
+        if all(ms is None for ms in times.values()):
             return self._pool.candidates[int(free.argmax())]
         trying = [places[candidate] for candidate in self._open if candidate in places]
-        expected = self._landscape.expected_improvements(known, trying)
+        expected = self._landscape.expected_improvements(times, trying)
         return self._pool.candidates[int(np.where(free, expected, -np.inf).argmax())]
 
     def _suggested(self) -> Candidate | None:

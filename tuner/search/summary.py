@@ -18,7 +18,7 @@ UNLIMITED = 10**6
 
 
 def summary_lines(
-    result: SearchResult, place: str, db: str | None = None, width: int | None = None
+    result: SearchResult, location: str, db: str | None = None, width: int | None = None
 ) -> tuple[str, ...]:
     """Returns lines with the best kernel, the baselines, the failures, and the next command.
 
@@ -32,7 +32,7 @@ def summary_lines(
         ("tried", _tried(result)),
         *((("pruned", _pruned(result)),) if result.counts.pruned else ()),
         *(("failed", f"{count} x {reason}") for reason, count in result.reasons if not _is_pruning(reason)),
-        ("stored", f"{place}, record {result.best_id}" if result.best_id else place),
+        ("stored", f"{location}, record {result.best_id}" if result.best_id else location),
     ]
     folded = (line for label, text in labelled for line in _folded(label, text, width))
     # Shapes are long words, so the following lines of the command start further left than other texts.

@@ -111,17 +111,17 @@ class Surrogate:
         self._centred = self._prior - (self._prior.mean() if len(predicted_ms) else 0.0)
         self._rows: dict[int, Floats] = {}
 
-    def expected_improvements(self, known: Mapping[int, float | None], trying: Sequence[int]) -> Floats:
+    def expected_improvements(self, measured: Mapping[int, float | None], trying: Sequence[int]) -> Floats:
         """Returns the expected improvement of each candidate over the best, in logarithms of time.
 
         Args:
-            known: Times in ms by index in the pool; None if the candidate failed. At least one must
+            measured: Times in ms by index in the pool; None if the candidate failed. At least one must
                 have a time.
             trying: Indices of unfinished candidates. Each counts with its expected time.
         """
-        logs = {index: math.log(ms) for index, ms in known.items() if ms is not None}
+        logs = {index: math.log(ms) for index, ms in measured.items() if ms is not None}
         slow = float(np.median(list(logs.values()))) + self._beliefs.failed
-        values = {index: logs.get(index, slow) for index in known}
+        values = {index: logs.get(index, slow) for index in measured}
         if trying:
             mean, _, _ = self._mean(values)
             values = {**{index: float(mean[index]) for index in trying}, **values}

@@ -103,11 +103,11 @@ def kind_of(dtype: str, widths: tuple[int, int], mask: str, window: Window, page
 @functools.cache
 def entries() -> dict[str, list[Entry]]:
     """Returns the kernels by their kind."""
-    found: dict[str, list[Entry]] = {}
+    by_kind: dict[str, list[Entry]] = {}
     for values in json.loads((HERE / "kernels.json").read_text(encoding="utf-8")):
         entry = Entry(**values)
-        found.setdefault(entry.kind, []).append(entry)
-    return found
+        by_kind.setdefault(entry.kind, []).append(entry)
+    return by_kind
 
 
 @functools.cache
@@ -142,7 +142,7 @@ def find(call: Call) -> Entry | None:
 
     def rank(entry: Entry) -> tuple[bool, float]:
         pairs = zip(sizes, entry.sizes, strict=True)
-        apart = sum(abs(math.log(max(one, 1) / max(other, 1))) for one, other in pairs)
+        apart = sum(abs(math.log(max(size, 1) / max(other, 1))) for size, other in pairs)
         return not name.startswith(entry.gpu), apart
 
     if any(tensor.stride(3) != 1 or _span(tensor) >= 2**31 for tensor in tensors):
@@ -167,8 +167,10 @@ def _span(tensor: Tensor) -> int:
 def run(call: Call) -> Tensor:
     """Returns the output of a call, [batch, heads, queries, value_head_dim]."""
     tensors = call.q, call.k, call.v
-    given = (*tensors, call.inputs.get("sinks"))
-    needs_grad = torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in given)
+    inputs = (*tensors, call.inputs.get("sinks"))
+    needs_grad = torch.is_grad_enabled() and any(
+        tensor is not None and tensor.requires_grad for tensor in inputs
+    )
     entry = None if needs_grad or call.dropout else find(call)
     if entry is None:
         if not needs_grad:
@@ -381,14 +383,16 @@ def _require_starts(name: str, starts: Tensor, batch: int, rows: int | None, lon
         raise ValueError(f"{name} ends at {int(starts[-1])}, and there are {rows} rows")
 
 
-def _lengths(given: Tensor | int | None, batch: int, full: int, new: int, device: torch.device) -> Tensor:
+def _lengths(
+    cache_seqlens: Tensor | int | None, batch: int, full: int, new: int, device: torch.device
+) -> Tensor:
     """Returns the number of keys of each sequence in a cache; all of them without lengths."""
-    known = full if given is None else given
-    _require_lengths(known, batch, full, new)
-    if isinstance(known, Tensor):
-        return known.to(device, torch.int32).expand(batch)
+    lengths = full if cache_seqlens is None else cache_seqlens
+    _require_lengths(lengths, batch, full, new)
+    if isinstance(lengths, Tensor):
+        return lengths.to(device, torch.int32).expand(batch)
     # CUDA graphs can capture this, but no copy from the host.
-    return torch.full((batch,), known, dtype=torch.int32, device=device)
+    return torch.full((batch,), lengths, dtype=torch.int32, device=device)
 
 
 def _require_lengths(lengths: Tensor | int, batch: int, full: int, new: int) -> None:
@@ -510,7 +514,7 @@ def flash_attn_with_kvcache(
     """
     del rotary_interleaved, num_splits
     _no_probabilities(return_softmax_lse)
-    if any(one is not None for one in (rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad)):
+    if any(argument is not None for argument in (rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad)):
         raise NotImplementedError("this package takes no rotary embedding, cache_batch_idx or cache_leftpad")
     batch = q.shape[0]
     _require(q, k_cache, v_cache, 4, block_table, batch)

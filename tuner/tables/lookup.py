@@ -137,15 +137,15 @@ def narrowed(
     )
 
 
-def resolved_target(text: str | None, known: set[str]) -> str | None:
-    """Returns a target's full name, from the table of GPUs or from `known`."""
-    if text is None or text in known:
+def resolved_target(text: str | None, targets: set[str]) -> str | None:
+    """Returns a target's full name, from the table of GPUs or from `targets`."""
+    if text is None or text in targets:
         return text
     try:
         return find_target(text).name
     except TargetError as error:
         raise TargetError(
-            f"{error}" + (f", or of the stored {', '.join(sorted(known))}" if known else "")
+            f"{error}" + (f", or of the stored {', '.join(sorted(targets))}" if targets else "")
         ) from None
 
 

@@ -123,7 +123,7 @@ def with_buckets(needs: Needs, calls: Iterable[Call], target: Target, tables: Ta
 
 def _is_tuned(problem: Problem, tables: Tables) -> bool:
     forward = normal_form(msgspec.structs.replace(problem, direction=Direction.FORWARD))
-    return any(tables.find(one.key) for one in same_computation(forward))
+    return any(tables.find(equivalent.key) for equivalent in same_computation(forward))
 
 
 def compile_needs(

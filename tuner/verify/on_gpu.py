@@ -109,7 +109,7 @@ class _Times(NamedTuple):
 
 
 def check_on_gpu(
-    subjects: list[Subject], index: int, runs: Runs, known: TunedTable | None = None, *, timed: bool = False
+    subjects: list[Subject], index: int, runs: Runs, table: TunedTable | None = None, *, timed: bool = False
 ) -> OnGpu:
     """Verifies the kernels of records on their GPU, and times those that passed.
 
@@ -117,16 +117,16 @@ def check_on_gpu(
         subjects: Records of the GPU with kernels that compile.
         index: The GPU's index on this machine.
         runs: Runs the jobs.
-        known: A table with receipts and times to reuse, if they are of the versions here.
+        table: A table with receipts and times to reuse, if they are of the versions here.
         timed: Whether to time kernels of records that are of other versions, or lack times with shared
             masks.
     """
-    tasks = _tasks(subjects, known)
+    tasks = _tasks(subjects, table)
     _compile(tasks, runs)
     results = _check(tasks, index, runs)
     failed = {id(result.task.subject.record) for result in results if result.is_own and result.failed != ""}
     right = [subject for subject in subjects if id(subject.record) not in failed]
-    to_time = [subject for subject in right if _wants_time(subject, known)] if timed else []
+    to_time = [subject for subject in right if _wants_time(subject, table)] if timed else []
     times = _time(to_time, index, runs)
     return OnGpu(
         outcomes=_outcomes(subjects, results, to_time, times),
@@ -155,8 +155,8 @@ def _outcomes(
     }
 
 
-def _tasks(subjects: list[Subject], known: TunedTable | None) -> list[_Task]:
-    """Returns the checks of records that a known table has no receipt of.
+def _tasks(subjects: list[Subject], table: TunedTable | None) -> list[_Task]:
+    """Returns the checks of records that a table has no receipt of.
 
     They are grouped by kernel, because a process caches the inputs of its cases.
     """
@@ -167,9 +167,9 @@ def _tasks(subjects: list[Subject], known: TunedTable | None) -> list[_Task]:
         kernel = render(find_family(record.family), record.problem, record.config, specialization)
         name = "its sibling with lse" if specialization.lse else "its sibling without lse"
         tasks += (_Task(subject, subject.kernel), _Task(subject, kernel, name))
-    if known is None:
+    if table is None:
         return tasks
-    receipts = {(check.digest, check.versions.makers): check.verdict for check in known.receipts}
+    receipts = {(check.digest, check.versions.makers): check.verdict for check in table.receipts}
     return [task for task in tasks if not _has_receipt(task, receipts)]
 
 
@@ -267,13 +267,13 @@ def _receipts(results: list[_Result]) -> tuple[Check, ...]:
     return tuple(receipts)
 
 
-def _wants_time(subject: Subject, known: TunedTable | None) -> bool:
+def _wants_time(subject: Subject, table: TunedTable | None) -> bool:
     """Returns whether a record's kernel has no time under the versions here, or none with shared masks."""
     record, here = subject.record, current_versions(subject.record.family)
     if record.versions.builders == here.builders and not subject.renders_differently:
         return _lacks_shared_times(record)
     own = record.problem.key, subject.kernel.digest, here.makers
-    times = known.times if known is not None else ()
+    times = table.times if table is not None else ()
     return all((timing.problem, timing.kernel, timing.versions.makers) != own for timing in times)
 
 

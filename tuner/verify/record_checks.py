@@ -112,7 +112,7 @@ def verify_records(
     require_gpu: bool = False,
     same_triton: bool = False,
     allow_unproven: bool = False,
-    known: TunedTable | None = None,
+    table: TunedTable | None = None,
     timed: bool = False,
     runs: Runs | None = None,
 ) -> Report:
@@ -125,7 +125,7 @@ def verify_records(
         same_triton: Whether receipts of another Triton version fail.
         allow_unproven: Whether kernels pass that compile and fit, but were not verified on a GPU as they
             render here.
-        known: A table with receipts and times to reuse, if they are of the versions here.
+        table: A table with receipts and times to reuse, if they are of the versions here.
         timed: Whether to time kernels on this machine's GPU if their records are of other versions, or lack
             times with shared masks.
         runs: Runs the jobs. None means no time limit and no progress.
@@ -139,7 +139,7 @@ def verify_records(
     fit = [subject for subject in sound if unfit.get(_binary(subject)) == ""]
     name = gpu[1].name if gpu else None
     here = [subject for subject in fit if subject.record.target == name]
-    on_gpu = check_on_gpu(here, gpu[0], runs, known, timed=timed) if gpu and here else OnGpu()
+    on_gpu = check_on_gpu(here, gpu[0], runs, table, timed=timed) if gpu and here else OnGpu()
     interpreted = _interpret([subject for subject in fit if subject.record.target != name], runs)
     checks = _Checks(unfit, on_gpu, interpreted, require_gpu, same_triton, allow_unproven)
     results = [checks.result(record, subjects[id(record)]) for record in kernels]
@@ -206,7 +206,7 @@ class _Checks(NamedTuple):
 
 
 def _on_gpu(subject: Subject, outcome: Outcome) -> Result | None:
-    """Returns the result of a kernel on the GPU, or by the receipt of a known table."""
+    """Returns the result of a kernel on the GPU, or by the receipt of a table."""
     if outcome.missed and not outcome.failed:
         return None
     method = CheckMethod.GPU if outcome.ran or outcome.failed else CheckMethod.RECEIPT

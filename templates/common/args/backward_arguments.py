@@ -35,7 +35,7 @@ def backward_arguments(
     """
     return (
         *plain_arguments(problem.dtype, specialization, tensors),
-        *(one for one in side_tensors(problem) if one.name not in UNREAD),
+        *(tensor for tensor in side_tensors(problem) if tensor.name not in UNREAD),
         Argument("scale", "fp32"),
         *side_numbers(problem),
         *stride_arguments(specialization, tensors),
@@ -47,7 +47,7 @@ def backward_arguments(
 
 def seed_arguments(problem: Problem) -> tuple[Argument, ...]:
     """Returns the prologue's arguments for dropout."""
-    return tuple(one for one in side_tensors(problem) if one.name == "seed")
+    return tuple(tensor for tensor in side_tensors(problem) if tensor.name == "seed")
 
 
 def score_arguments(
@@ -59,7 +59,7 @@ def score_arguments(
     tensors = ("q", "k")
     values = (
         *plain_arguments(problem.dtype, specialization, tensors),
-        *(one for one in side_tensors(problem) if one.name != "seed"),
+        *(tensor for tensor in side_tensors(problem) if tensor.name != "seed"),
         Argument("scale", "fp32"),
         *side_numbers(problem),
     )

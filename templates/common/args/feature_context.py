@@ -123,7 +123,8 @@ def feature_arguments(
     if problem.kv_dtype is not None:
         stored = pointer_type(problem.kv_dtype)
         tensors = tuple(
-            msgspec.structs.replace(one, type=stored) if one.name in ("k", "v") else one for one in tensors
+            msgspec.structs.replace(argument, type=stored) if argument.name in ("k", "v") else argument
+            for argument in tensors
         )
     split = len(workspaces) + 1
     return (

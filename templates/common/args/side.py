@@ -29,7 +29,7 @@ def side_tensors(problem: Problem) -> tuple[Argument, ...]:
     """Returns pointers to the side tensors, in the order of `ExtraInputs`."""
     bias = "*i1" if problem.bias is Bias.BOOLEAN else pointer_type(problem.dtype)
     kinds = {"float32": "*fp32", "int32": "*i32", "int64": "*i64", None: bias}
-    names = {one.name for feature in problem.features for one in FEATURES[feature].tensors}
+    names = {tensor.name for feature in problem.features for tensor in FEATURES[feature].tensors}
     if problem.page_size:
         # Pages always have lengths, and offsets of queries only.
         names = (names | {"seqlens_kv"}) - {"cu_seqlens_kv"}
@@ -38,7 +38,7 @@ def side_tensors(problem: Problem) -> tuple[Argument, ...]:
 
 def side_numbers(problem: Problem) -> tuple[Argument, ...]:
     """Returns the arguments that are passed by value after the scale."""
-    names = {one.name for feature in problem.features for one in FEATURES[feature].numbers}
+    names = {number.name for feature in problem.features for number in FEATURES[feature].numbers}
     return tuple(Argument(name, "fp32") for name in NUMBERS if name in names)
 
 

@@ -181,6 +181,6 @@ def _mfma_crossing(stream: Stream) -> int:
     return reordered(tiles.weights) if narrow_warps or one_row_of_warps else 0
 
 
-def _larger(one: list[BytesItem], other: list[BytesItem]) -> list[BytesItem]:
+def _larger(first: list[BytesItem], other: list[BytesItem]) -> list[BytesItem]:
     """Returns the larger of two sets of items that are not live together."""
-    return max(one, other, key=lambda items: sum(item.bytes for item in items))
+    return max(first, other, key=lambda items: sum(item.bytes for item in items))

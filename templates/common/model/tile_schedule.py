@@ -190,8 +190,8 @@ def _loads(tiling: Tiling, num_programs: int, head_swizzle: int, order: str) -> 
     program = index % num_programs
     weights = blocks(tiling)[tile_of(index, num_programs, tiling, head_swizzle, order)]
     scale = tiling.total / counted
-    per_program = (np.bincount(program, weights=one) for one in (weights, np.ones(counted)))
-    return _Loads(*(scale * one for one in per_program))
+    per_program = (np.bincount(program, weights=values) for values in (weights, np.ones(counted)))
+    return _Loads(*(scale * loads for loads in per_program))
 
 
 def greedy_makespan(
@@ -207,8 +207,10 @@ def greedy_makespan(
     Programs of one SM share its units. Costs are those of a program among others. `alone` is the time of a
     program that is alone on an SM, over its time at an equal share of the units.
     """
-    found = extremes(tiling)
-    least, mean, most = (cost.block * one + cost.tile for one in (found.least, found.mean, found.most))
+    statistics = extremes(tiling)
+    least, mean, most = (
+        cost.block * count + cost.tile for count in (statistics.least, statistics.mean, statistics.most)
+    )
     if tiling.total <= num_sms:
         return alone * most
     slots = resident * num_sms
@@ -216,5 +218,5 @@ def greedy_makespan(
         whole, rest = divmod(tiling.total, slots)
         last = max(alone, math.ceil(rest / num_sms)) if rest else 0.0
         return (resident * whole + last) * mean
-    last = least if longest_first else mean if found.least == found.most else most
+    last = least if longest_first else mean if statistics.least == statistics.most else most
     return max(alone * most, tiling.total / num_sms * mean + alone * LAST_SHARE * last)

@@ -185,8 +185,8 @@ def missed_at_random(ratio: float) -> float:
     share, change = 1.0, 1.0
     # Newton's method. The function is convex, so the fraction decreases to the solution.
     while change > SOLVED:
-        found = math.exp(-share * ratio)
-        change = (share - 1 + found) / (1 - ratio * found)
+        reused = math.exp(-share * ratio)
+        change = (share - 1 + reused) / (1 - ratio * reused)
         share -= change
     return share
 

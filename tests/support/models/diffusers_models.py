@@ -71,9 +71,9 @@ def pipeline(diffusers: Any) -> Any:
         up_block_types=("UpBlock2D", "AttnUpBlock2D"),
         attention_head_dim=WIDTH,
     )
-    found = diffusers.DDPMPipeline(model, diffusers.DDPMScheduler())
-    found.set_progress_bar_config(disable=True)
-    return found
+    built = diffusers.DDPMPipeline(model, diffusers.DDPMScheduler())
+    built.set_progress_bar_config(disable=True)
+    return built
 
 
 def output(model: Any, masked: bool = True) -> Tensor:
@@ -97,9 +97,9 @@ def output(model: Any, masked: bool = True) -> Tensor:
                 seen = torch.ones(BATCH, TEXT, device=device)
                 seen[1, -PADDING:] = 0
             latents = draw(BATCH, 4, SIDE, SIDE)
-            found = model(latents, step, text, encoder_attention_mask=seen, return_dict=False)[0]
+            sample = model(latents, step, text, encoder_attention_mask=seen, return_dict=False)[0]
         else:
-            found = model(
+            sample = model(
                 hidden_states=draw(BATCH, SIDE * SIDE, 4),
                 encoder_hidden_states=text,
                 pooled_projections=draw(BATCH, CHANNELS),
@@ -108,7 +108,7 @@ def output(model: Any, masked: bool = True) -> Tensor:
                 txt_ids=torch.zeros(TEXT, 3, device=device),
                 return_dict=False,
             )[0]
-    result: Tensor = found.float().cpu()
+    result: Tensor = sample.float().cpu()
     return result
 
 

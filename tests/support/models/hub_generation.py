@@ -120,20 +120,20 @@ def record(flash: Any) -> Recording:
 
     Transformers 5.17 loads them once more for continuous batching.
     """
-    found = Recording([], {}, [])
+    recording = Recording([], {}, [])
     load = flash._lazy_imports
 
     def loaded(*names: Any, **options: Any) -> Any:
         flash_fn, varlen, with_cache, *others = load(*names, **options)
-        return *(_recorded(one, found) for one in (flash_fn, varlen, with_cache)), *others
+        return *(_recorded(function, recording) for function in (flash_fn, varlen, with_cache)), *others
 
     flash._lazy_imports = loaded
-    return found
+    return recording
 
 
-def _recorded(function: Any, found: Recording) -> Any:
+def _recorded(function: Any, recording: Recording) -> Any:
     inner = inspect.unwrap(function)
-    found.origins.append(inspect.getfile(inner))
+    recording.origins.append(inspect.getfile(inner))
     package = inner.__globals__
     if not hasattr(package["find"], "__wrapped__"):
         find = package["find"]
@@ -141,15 +141,15 @@ def _recorded(function: Any, found: Recording) -> Any:
         @functools.wraps(find)
         def recorded(call: Any) -> Any:
             entry = find(call)
-            found.served.append(entry is not None)
+            recording.served.append(entry is not None)
             return entry
 
         package["find"] = recorded
 
     @functools.wraps(function)
     def called(*tensors: Any, **options: Any) -> Any:
-        given = inspect.signature(inner).bind(*tensors, **options).arguments
-        found.calls[inner.__name__] = sorted(key for key, value in given.items() if value is not None)
+        arguments = inspect.signature(inner).bind(*tensors, **options).arguments
+        recording.calls[inner.__name__] = sorted(key for key, value in arguments.items() if value is not None)
         return function(*tensors, **options)
 
     return called
@@ -187,7 +187,7 @@ def main() -> None:
         torch.version.cuda = settings.cuda
     transformers = imported()
     flash: Any = importlib.import_module("transformers.modeling_flash_attention_utils")
-    found = record(flash)
+    recording = record(flash)
     changes: Any = {"head_dim": settings.head_dim}
     dtype = getattr(torch, settings.dtype)
     model = model_of(transformers, "llama", settings.name, settings.device, dtype, **changes)
@@ -211,15 +211,15 @@ def main() -> None:
         made = [result.generated_tokens for result in results.values()]
     else:
         inputs = [torch.tensor([prompt], device=settings.device) for prompt in prompts]
-        made = [model.generate(one, **options)[0, one.shape[1] :].tolist() for one in inputs]
+        made = [model.generate(tensor, **options)[0, tensor.shape[1] :].tolist() for tensor in inputs]
     # The weights of the model, which its type may have rounded.
     reference = model_of(transformers, "llama", "sdpa", **changes)
     reference.load_state_dict({key: value.float().cpu() for key, value in model.state_dict().items()})
     rows = list(zip(prompts, made, strict=True))
     slack = slack_of(reference, rows)
-    served = sum(found.served)
+    served = sum(recording.served)
     generation = Generation(
-        found.origins, found.calls, [*map(len, made)], slack, served, len(found.served) - served
+        recording.origins, recording.calls, [*map(len, made)], slack, served, len(recording.served) - served
     )
     print(json.dumps(generation._asdict()))  # noqa: T201
 

@@ -185,10 +185,12 @@ def model_of(
     **changes: Any,
 ) -> Any:
     """A model with an implementation of attention. Its weights are large enough to make attention uneven."""
-    one = ARCHITECTURES[name]
+    architecture = ARCHITECTURES[name]
     torch.manual_seed(0)
-    config = getattr(transformers, one.config)(**(one.options | changes), attn_implementation=implementation)
-    model = getattr(transformers, one.model)(config)
+    config = getattr(transformers, architecture.config)(
+        **(architecture.options | changes), attn_implementation=implementation
+    )
+    model = getattr(transformers, architecture.model)(config)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for weight in model.parameters():
@@ -245,20 +247,20 @@ def passes_of(model: Any, inputs: dict[str, Tensor], **options: Any) -> Passes:
     return Passes(logits.detach(), gradients)
 
 
-def error(found: Passes, want: Passes) -> tuple[float, float]:
+def error(passes: Passes, want: Passes) -> tuple[float, float]:
     """The errors of the logits and of all gradients, as ratios of norms."""
-    assert found.gradients.keys() == want.gradients.keys()
-    return distance([found.logits], [want.logits]), distance(
-        list(found.gradients.values()), [want.gradients[name] for name in found.gradients]
+    assert passes.gradients.keys() == want.gradients.keys()
+    return distance([passes.logits], [want.logits]), distance(
+        list(passes.gradients.values()), [want.gradients[name] for name in passes.gradients]
     )
 
 
-def distance(found: list[Tensor], want: list[Tensor]) -> float:
+def distance(tensors: list[Tensor], want: list[Tensor]) -> float:
     """The norm of the difference, relative to that of the second tensors. Nan if a tensor has one."""
     apart = sum(
-        (one.double() - other.double()).square().sum() for one, other in zip(found, want, strict=True)
+        (tensor.double() - other.double()).square().sum() for tensor, other in zip(tensors, want, strict=True)
     )
-    size = sum(one.double().square().sum() for one in want)
+    size = sum(tensor.double().square().sum() for tensor in want)
     return float((apart / size) ** 0.5)
 
 
@@ -285,8 +287,8 @@ def reference(model: Any, inputs: dict[str, Tensor]) -> Passes:
 
 def generated(model: Any, inputs: dict[str, Tensor], tokens: int, **options: Any) -> Tensor:
     """Greedily generated tokens."""
-    given = {key: value for key, value in inputs.items() if not key.startswith("decoder")}
-    found: Tensor = model.generate(
-        **given, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, **options
+    prompt = {key: value for key, value in inputs.items() if not key.startswith("decoder")}
+    sequences: Tensor = model.generate(
+        **prompt, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, **options
     )
-    return found
+    return sequences

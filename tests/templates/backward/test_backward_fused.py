@@ -35,12 +35,12 @@ def test_usual_configs_do_not_spill_and_match_the_sram_model(head_dim: int) -> N
     problem = a_problem(head_dim)
     config = FAMILY.default(problem, H200)
     assert FAMILY.space(problem, H200).contains(config)
-    found = read_resources(render(FAMILY, problem, config, Specialization()), H200)
+    resources = read_resources(render(FAMILY, problem, config, Specialization()), H200)
     if triton_release() == (3, 6):
-        assert (found.spill_bytes, found.serialized_wgmma) == (0, False)
-    assert found.spill_bytes < 400
+        assert (resources.spill_bytes, resources.serialized_wgmma) == (0, False)
+    assert resources.spill_bytes < 400
     items = FAMILY.sram_items(problem, config, H200, Specialization())
-    assert found.sram_bytes - 1024 <= sum(item.bytes for item in items) <= found.sram_bytes
+    assert resources.sram_bytes - 1024 <= sum(item.bytes for item in items) <= resources.sram_bytes
 
 
 def test_tma_reduction_is_used_on_gpus_with_tma_and_aligned_rows() -> None:
@@ -49,7 +49,8 @@ def test_tma_reduction_is_used_on_gpus_with_tma_and_aligned_rows() -> None:
     kernel = compile_kernel(render(FAMILY, problem, config, Specialization()), H200)
     assert "cp.reduce.async.bulk.tensor" in kernel.asm["ptx"]
     assert all(
-        getattr(one, "reduction", None) is Reduction.ATOMICS for one in FAMILY.space(problem, L4).configs()
+        getattr(candidate, "reduction", None) is Reduction.ATOMICS
+        for candidate in FAMILY.space(problem, L4).configs()
     )
     odd = msgspec.structs.replace(problem, head_dim=70)
     assert not can_copy(odd)
@@ -76,7 +77,7 @@ def test_dq_tiles_are_transposed_where_queries_are_prefetched(alignment: Alignme
 def test_transpose_dq_is_searched_where_it_changes_the_kernel(widths: tuple[int, int], turns: bool) -> None:
     problem = msgspec.structs.replace(a_problem(widths[0]), value_head_dim=widths[1])
     space = FAMILY.space(problem, H200)
-    assert {getattr(one, "transpose_dq", None) for one in space.configs()} == (
+    assert {getattr(config, "transpose_dq", None) for config in space.configs()} == (
         {False, True} if turns else {False}
     )
     assert space.contains(FAMILY.default(problem, H200))
@@ -116,9 +117,9 @@ def test_masks_reduce_the_predicted_time() -> None:
 def test_workspace_is_small_relative_to_inputs_and_gradients(batch: int, heads: int) -> None:
     # Sums in float32 are as large as two of the eight tensors that go in and come out.
     tokens, head_dim = 16384 // batch, 128
-    given = [torch.empty(batch, heads, tokens, head_dim, dtype=torch.bfloat16, device="meta")] * 8
+    tensors = [torch.empty(batch, heads, tokens, head_dim, dtype=torch.bfloat16, device="meta")] * 8
     problem = a_problem(head_dim, tokens)
     kernel = render(FAMILY, problem, FAMILY.default(problem, H200), Specialization())
-    _, shapes, _ = load_module(kernel).launch_plan(*given)
+    _, shapes, _ = load_module(kernel).launch_plan(*tensors)
     reserved = sum(4 * torch.Size(shape).numel() for shape in shapes)
-    assert reserved < 0.3 * sum(one.numel() * one.element_size() for one in given)
+    assert reserved < 0.3 * sum(tensor.numel() * tensor.element_size() for tensor in tensors)

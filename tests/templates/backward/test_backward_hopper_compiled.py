@@ -148,7 +148,7 @@ def test_each_step_adds_to_its_own_block(head_dim: int, delay: bool, turns: bool
     for line in str(compile_kernel(kernel, H200).asm["ttgir"]).split("\n"):
         if loop := re.search(r"(%\w+):\d+ = scf\.for .*iter_args\((.*?)\) ->", line):
             names = loop[2].split(", ")
-            carried = {name.split(" = ")[0]: f"{loop[1]}#{place}" for place, name in enumerate(names)}
+            carried = {name.split(" = ")[0]: f"{loop[1]}#{index}" for index, name in enumerate(names)}
         # Addresses, or in the widest tiles the block's number that they are made of.
         pattern = r"arith\.extsi (%[\w#]+) : i32" if head_dim > 128 else r"tt\.splat (%[\w#]+) : i64 ->"
         if address := re.search(pattern, line):

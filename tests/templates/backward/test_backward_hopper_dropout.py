@@ -34,8 +34,10 @@ def a_small(head_dim: int, causal: Causal, **changes: Any) -> Problem:
 def worst_error(kernel: Kernel, problem: Problem, config: HopperBackwardConfig) -> float:
     """Between what a kernel makes of random tensors and the reference, of dq, dk and dv."""
     chance = torch.Generator().manual_seed(1)
-    planned = [torch.empty(one.shape, dtype=one.dtype, device="meta") for one in like(problem)]
-    q, k, v, _, dout, *_ = (torch.randn(one.shape, generator=chance, dtype=torch.float64) for one in planned)
+    planned = [torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for tensor in like(problem)]
+    q, k, v, _, dout, *_ = (
+        torch.randn(tensor.shape, generator=chance, dtype=torch.float64) for tensor in planned
+    )
     extra = ExtraInputs(seed=SEED, dropout=DROPOUT) if problem.dropout else NO_EXTRA_INPUTS
     expected = testing.reference(testing.Inputs(problem, q, k, v, SCALE, extra, dout))
     out, lse = expected.out.exact, expected.lse.exact
@@ -53,7 +55,7 @@ def worst_error(kernel: Kernel, problem: Problem, config: HopperBackwardConfig) 
         places = torch.arange(stats.shape[2])
         for row, words in enumerate(row_states(SEED, torch.arange(heads)[:, None], places), start=2):
             stats[:, row] = words.double()
-    memory = {name: one.numpy().reshape(-1) for name, one in zip("qkv", (q, k, v), strict=True)}
+    memory = {name: tensor.numpy().reshape(-1) for name, tensor in zip("qkv", (q, k, v), strict=True)}
     memory |= {"dout": dout.numpy().reshape(-1), "workspace_0": stats.numpy().reshape(-1)}
     memory |= {"dk": np.full(k.numel(), np.nan), "dv": np.full(v.numel(), np.nan)}
     width = width_of(problem)

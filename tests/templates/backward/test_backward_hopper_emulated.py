@@ -55,11 +55,11 @@ def row_places(problem: Problem, block_m: int, lengths: Lengths | None, spare: i
     """Of each query, its row in the blocks of a head's sums and statistics; and the number of blocks."""
     if lengths is None:
         return torch.arange(problem.seqlen_q), math.ceil(problem.seqlen_q / block_m)
-    found, start = [], BEFORE
+    located, start = [], BEFORE
     for sequence, (queries, _) in enumerate(lengths):
-        found.append((start // block_m + sequence) * block_m + torch.arange(queries))
+        located.append((start // block_m + sequence) * block_m + torch.arange(queries))
         start += queries
-    return torch.cat(found), (start + spare) // block_m + len(lengths)
+    return torch.cat(located), (start + spare) // block_m + len(lengths)
 
 
 def dq_of(sums: Sums, problem: Problem, config: HopperBackwardConfig, places: tuple[Tensor, int]) -> Tensor:
@@ -72,7 +72,7 @@ def dq_of(sums: Sums, problem: Problem, config: HopperBackwardConfig, places: tu
         block, rest = divmod(address, block_m * width * 4)
         half, odd = divmod(rest, block_m * width * 2)
         assert odd == 0
-        part = torch.from_numpy(np.sum([one.values for one in additions], axis=0))
+        part = torch.from_numpy(np.sum([term.values for term in additions], axis=0))
         # Groups that take turns make all of a block, others half of it.
         assert part.shape == (64, 128 if config.alternate_dq else half_columns)
         own = slice(half * half_columns, half * half_columns + part.shape[1])
@@ -111,8 +111,8 @@ def extra_inputs(problem: Problem, lengths: Lengths | None) -> ExtraInputs:
     side = NO_EXTRA_INPUTS
     if lengths is not None:
         starts = [
-            torch.tensor([*itertools.accumulate(one, initial=BEFORE)]).int()
-            for one in zip(*lengths, strict=True)
+            torch.tensor([*itertools.accumulate(sizes, initial=BEFORE)]).int()
+            for sizes in zip(*lengths, strict=True)
         ]
         side = side._replace(cu_seqlens_q=starts[0], cu_seqlens_kv=starts[1])
     if problem.softcap:
@@ -133,7 +133,7 @@ def emulated(
     chance = torch.Generator().manual_seed(1)
     queries, keys = (problem.heads, problem.seqlen_q), (problem.kv_heads, problem.seqlen_kv)
     if lengths is not None:
-        totals = (BEFORE + sum(one) for one in zip(*lengths, strict=True))
+        totals = (BEFORE + sum(sizes) for sizes in zip(*lengths, strict=True))
         queries, keys = ((side[0], total) for side, total in zip((queries, keys), totals, strict=True))
     q, k, v = (
         torch.randn(1, *side, problem.head_dim, generator=chance, dtype=torch.float64).requires_grad_()
@@ -154,21 +154,23 @@ def emulated(
     stats[:, 0, places[0]] = (-seen / SCALE if starts_at_lse else (cap - seen) * math.log2(math.e))[:, own]
     stats[:, 1, places[0]] = -(out.detach() * dout).sum(-1)[0, :, own]
     read = {"q": q, "k": k, "v": v, "dout": dout, "workspace_0": stats}
-    memory = {name: one.detach().flatten().numpy() for name, one in read.items()}
+    memory = {name: tensor.detach().flatten().numpy() for name, tensor in read.items()}
     if spare:
         # Rows behind the last sequence have any contents.
-        padded = {name: with_spare(one, spare) for name, one in read.items() if name != "workspace_0"}
-        memory |= {name: one.flatten().numpy() for name, one in padded.items()}
-    planned = [with_spare(one, spare) for one in (q, k, v, out, dout, dq, dk, dv)]
+        padded = {name: with_spare(tensor, spare) for name, tensor in read.items() if name != "workspace_0"}
+        memory |= {name: tensor.flatten().numpy() for name, tensor in padded.items()}
+    planned = [with_spare(tensor, spare) for tensor in (q, k, v, out, dout, dq, dk, dv)]
     memory |= {
-        name: np.full(one.numel(), np.nan) for name, one in zip(("dk", "dv"), planned[6:], strict=True)
+        name: np.full(tensor.numel(), np.nan) for name, tensor in zip(("dk", "dv"), planned[6:], strict=True)
     }
-    like = tuple(torch.empty(one.shape, dtype=torch.bfloat16, device="meta") for one in planned)
+    like = tuple(torch.empty(tensor.shape, dtype=torch.bfloat16, device="meta") for tensor in planned)
     if side.sinks is not None:
         like += (side.sinks,)
     of_rows = torch.empty(problem.heads * 2, rows, device="meta")
     workspaces = 2 if problem.deterministic else 1
-    beside = tuple(one.numpy() for one in (side.cu_seqlens_q, side.cu_seqlens_kv) if one is not None)
+    beside = tuple(
+        offsets.numpy() for offsets in (side.cu_seqlens_q, side.cu_seqlens_kv) if offsets is not None
+    )
     numbers = (CAP,) if problem.softcap else ()
     sums = emulate_backward(kernel, like, memory, of_rows, SCALE, workspaces, at_once, beside, numbers)
     torch.testing.assert_close(dq_of(sums, problem, config, places), dq[0, :, own])
@@ -206,7 +208,7 @@ def test_either_group_may_take_the_last_turn(
     sums = emulated(problem, 2, ds_stages=stages)
     blocks = math.ceil(problem.seqlen_kv / 128)
     assert len(sums.added) == heads * math.ceil(queries / 64)
-    assert all(sorted(one.program for one in added) == [*range(blocks)] for added in sums.added.values())
+    assert all(sorted(term.program for term in added) == [*range(blocks)] for added in sums.added.values())
 
 
 @pytest.mark.slow
@@ -258,7 +260,7 @@ def test_deterministic_sums_are_added_in_order_of_key_blocks(
     longest = 0
     for additions in sums.added.values():
         # Both heads' programs alternate: half of a program's number is its block.
-        order = [one.program // problem.heads for one in additions]
+        order = [term.program // problem.heads for term in additions]
         assert order == list(range(len(order)))
         longest = max(longest, len(order))
     assert longest == blocks

@@ -31,7 +31,7 @@ def test_windows(head_dim: int, causal: Causal, window: dict[str, int], determin
         if deterministic:
             added = sums.added.values()
             assert all(
-                [one.program for one in order] == sorted(one.program for one in order) for order in added
+                [term.program for term in order] == sorted(term.program for term in order) for order in added
             )
 
 
@@ -79,7 +79,7 @@ def test_packed_sequences(head_dim: int, causal: Causal, deterministic: bool) ->
         if deterministic:
             added = sums.added.values()
             assert all(
-                [one.program for one in order] == sorted(one.program for one in order) for order in added
+                [term.program for term in order] == sorted(term.program for term in order) for order in added
             )
 
 

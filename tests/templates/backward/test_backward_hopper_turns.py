@@ -25,17 +25,25 @@ def test_alternate_dq_requires_deferred_dq(head_dim: int, dropout: bool, turns: 
     problem = a_problem(head_dim, dropout=dropout)
     assert config_of(problem).alternate_dq is turns
     configs = list(FAMILY.space(problem, H200).configs())
-    found = {(one.defer_dq, one.alternate_dq) for one in configs if isinstance(one, HopperBackwardConfig)}
+    pairs = {
+        (config.defer_dq, config.alternate_dq)
+        for config in configs
+        if isinstance(config, HopperBackwardConfig)
+    }
     late = {(True, False)}
-    assert found == (late if head_dim > 128 else late | {(False, False), (True, True)})
+    assert pairs == (late if head_dim > 128 else late | {(False, False), (True, True)})
 
 
 @pytest.mark.parametrize("dropout", [False, True])
 def test_dropout_excludes_early_dv(dropout: bool) -> None:
     problem = a_problem(dropout=dropout)
     configs = FAMILY.space(problem, H200).configs()
-    found = {one.early_dv for one in configs if isinstance(one, HopperBackwardConfig) and one.alternate_dq}
-    assert found == ({False} if dropout else {False, True})
+    values = {
+        config.early_dv
+        for config in configs
+        if isinstance(config, HopperBackwardConfig) and config.alternate_dq
+    }
+    assert values == ({False} if dropout else {False, True})
     assert config_of(problem).early_dv is not dropout
 
 

@@ -95,10 +95,12 @@ def test_steps_receive_only_the_tensors_they_use() -> None:
     kernel = render(FAMILY, problem, CONFIG, Specialization(lse=True))
     assert kernel.prologue is not None
     assert kernel.epilogue is not None
-    names = [{one.name for one in step.arguments} for step in (kernel.prologue, kernel, kernel.epilogue)]
-    assert [{"dlse", "lse"} <= one for one in names] == [True, False, False]
-    assert [{"dk", "dv"} <= one for one in names] == [False, True, False]
-    assert [{"dq", "dbias", "dslopes"} <= one for one in names] == [False, False, True]
+    names = [
+        {argument.name for argument in step.arguments} for step in (kernel.prologue, kernel, kernel.epilogue)
+    ]
+    assert [{"dlse", "lse"} <= step_names for step_names in names] == [True, False, False]
+    assert [{"dk", "dv"} <= step_names for step_names in names] == [False, True, False]
+    assert [{"dq", "dbias", "dslopes"} <= step_names for step_names in names] == [False, False, True]
     assert kernel.all_side == ("slopes", "bias")
 
 
@@ -107,7 +109,7 @@ def test_time_and_traffic_grow_with_visible_pairs() -> None:
     long = {"seqlen_q": 8192, "seqlen_kv": 8192}
     causal, full = a_problem(**long), a_problem(**long, causal=Causal.NONE)
     assert 1.5 < FAMILY.makespan_ms(full, config, H100) / FAMILY.makespan_ms(causal, config, H100) < 2.1
-    moved = [sum(item.bytes for item in FAMILY.hbm_items(one, config)) for one in (causal, full)]
+    moved = [sum(item.bytes for item in FAMILY.hbm_items(problem, config)) for problem in (causal, full)]
     assert moved[0] < moved[1]
     cached = sum(item.bytes for item in FAMILY.hbm_items(full, config, H100))
     assert full.minimal_bytes() <= cached < moved[1]
@@ -134,8 +136,8 @@ def test_compiled_sram_on_hopper_matches_the_model(changes: dict[str, Any]) -> N
     kernel = render(FAMILY, problem, CONFIG, PLAIN)
     main, _, epilogue = kernel.parts
     assert all("wgmma" in compile_kernel(part, H100).asm["ptx"] for part in (main, epilogue))
-    found = read_resources(kernel, H100).sram_bytes
-    assert 0.7 * found < modelled(problem, CONFIG, H100) <= found
+    sram_bytes = read_resources(kernel, H100).sram_bytes
+    assert 0.7 * sram_bytes < modelled(problem, CONFIG, H100) <= sram_bytes
 
 
 @pytest.mark.slow
@@ -156,15 +158,15 @@ def test_compiled_sram_on_other_gpus_matches_the_model(
     target: Target, changes: dict[str, Any], assumed: Specialization
 ) -> None:
     problem = a_problem(**changes)
-    found = read_resources(render(FAMILY, problem, CONFIG, assumed), target)
-    assert 0 < modelled(problem, CONFIG, target, assumed) <= found.sram_bytes
-    assert FAMILY.tensor_memory_columns(problem, CONFIG, target) <= found.tensor_memory_columns
+    resources = read_resources(render(FAMILY, problem, CONFIG, assumed), target)
+    assert 0 < modelled(problem, CONFIG, target, assumed) <= resources.sram_bytes
+    assert FAMILY.tensor_memory_columns(problem, CONFIG, target) <= resources.tensor_memory_columns
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [64, 128])
 def test_sums_stay_in_registers(width: int) -> None:
     problem = a_problem(head_dim=width, value_head_dim=width)
-    found = read_resources(render(FAMILY, problem, usual(problem, H100), PLAIN), H100)
-    assert not found.serialized_wgmma
-    assert found.spill_bytes <= 64
+    resources = read_resources(render(FAMILY, problem, usual(problem, H100), PLAIN), H100)
+    assert not resources.serialized_wgmma
+    assert resources.spill_bytes <= 64

@@ -123,14 +123,14 @@ def test_defaults_of_many_heads_fit(target: str, width: int, heads: int, cache: 
 def test_other_splits_are_in_the_space_and_differ_in_makespan() -> None:
     problem = a_problem()
     space = FAMILY.space(problem, H200)
-    usual = FAMILY.default(problem, H200)
-    others = list(FAMILY.schedule_variants(problem, usual, H200))
-    assert usual in others
+    default = FAMILY.default(problem, H200)
+    others = list(FAMILY.schedule_variants(problem, default, H200))
+    assert default in others
     assert all(space.contains(other) for other in others)
     spans = {config: FAMILY.makespan_ms(problem, config, H200) for config in others}
-    assert min(spans, key=lambda config: spans[config]) == usual
-    alone = msgspec.structs.replace(usual, num_splits=1, early_combine=False)
-    assert spans[alone] > 5 * spans[usual]
+    assert min(spans, key=lambda config: spans[config]) == default
+    alone = msgspec.structs.replace(default, num_splits=1, early_combine=False)
+    assert spans[alone] > 5 * spans[default]
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def test_kernels_without_wait_are_not_launched_early() -> None:
 
 def is_ordered(ptx: str) -> bool:
     """Returns whether a kernel that starts early waits once, before it reads or writes device memory."""
-    waits = [found.start() for found in re.finditer(r"griddepcontrol\.wait", ptx)]
+    waits = [wait.start() for wait in re.finditer(r"griddepcontrol\.wait", ptx)]
     first = re.search(r"\b(ld\.global|st\.global|cp\.async\.c|red\.|atom\.)", ptx)
     return first is not None and len(waits) == 1 and waits[0] < first.start()
 

@@ -56,13 +56,13 @@ def test_single_split_writes_the_output() -> None:
     assert kernel.takes_descriptors
     assert kernel.side == ()
     made = module.descriptors(q, k, k[..., :512], out)
-    assert [[one.block_shape for one in parts] for parts in made] == [
+    assert [[tensor.block_shape for tensor in parts] for parts in made] == [
         [[1, 64, 1, 256], [1, 64, 1, 64]],
         [[1, 1, 1, 64, 256], [1, 1, 1, 64, 64]],
         [],
         [[1, 64, 1, 256]],
     ]
-    boxes = [str(one.block_shape) for parts in made for one in parts]
+    boxes = [str(descriptor.block_shape) for parts in made for descriptor in parts]
     assert [argument.type.split("[", 1)[1].split("]")[0] for argument in kernel.arguments[:5]] == [
         box.strip("[]") for box in boxes
     ]

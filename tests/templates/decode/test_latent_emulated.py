@@ -96,13 +96,13 @@ def worst_error(
     expected = plain_attention(problem, q, k, v, side, scale)
     rows = batch * problem.heads * problem.seqlen_q
     parts = np.full((splits, rows, problem.value_head_dim), math.nan), np.full((splits, rows), math.nan)
-    like = tuple(torch.empty(one.shape, dtype=torch.bfloat16, device="meta") for one in (q, k, v, out))
-    flat = (*(one.flatten().numpy() for one in (q, k, v)), out.view(-1).numpy())
+    like = tuple(torch.empty(tensor.shape, dtype=torch.bfloat16, device="meta") for tensor in (q, k, v, out))
+    flat = (*(tensor.flatten().numpy() for tensor in (q, k, v)), out.view(-1).numpy())
     config = LatentConfig(num_warps=4, num_stages=2, num_splits=splits, queries=queries_of(kernel))
     programs = row_tiles(problem, config) * batch * splits
     workspaces = parts if splits > 1 else ()
-    given = side._replace(seqlens_kv=torch.tensor(passed, dtype=torch.int32)) if passed else side
-    extra_inputs = tuple(one.numpy() for one in given.tensors)
+    passed_side = side._replace(seqlens_kv=torch.tensor(passed, dtype=torch.int32)) if passed else side
+    extra_inputs = tuple(tensor.numpy() for tensor in passed_side.tensors)
     emulate(kernel, like, flat, extra_inputs, lse.reshape(-1), scale, programs, workspaces)
     got = out, torch.from_numpy(lse)
     if splits > 1:

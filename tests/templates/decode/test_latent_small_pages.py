@@ -16,7 +16,7 @@ def test_small_pages_are_copied_one_by_one() -> None:
     q, out, cache = meta(64, 128, 1, 576), meta(64, 128, 1, 512), meta(70, 1, 16, 576)
     made = load_module(kernel).descriptors(q, cache, cache[..., :512], out)[1]
     boxes = [[1, 1, 1, 16, 256], [1, 1, 1, 16, 64]]
-    assert [one.block_shape for one in made] == boxes
+    assert [descriptor.block_shape for descriptor in made] == boxes
     assert [argument.type.split("[", 1)[1].split("]")[0] for argument in kernel.arguments[2:4]] == [
         str(box).strip("[]") for box in boxes
     ]
@@ -24,20 +24,20 @@ def test_small_pages_are_copied_one_by_one() -> None:
 
 def shared_addresses(ptx: str) -> list[tuple[str, int, int]]:
     """Of each copy of keys: the register its address counts from, bytes from there, and the first column."""
-    known: dict[str, tuple[str, int]] = {}
+    values: dict[str, tuple[str, int]] = {}
 
     def value_of(operand: str) -> tuple[str, int]:
-        return known.get(operand, (operand, 0)) if operand.startswith("%") else ("", int(operand))
+        return values.get(operand, (operand, 0)) if operand.startswith("%") else ("", int(operand))
 
     copies = []
     for line in ptx.splitlines():
-        if found := re.match(r"\s*add\.s32\s+(%\w+), (%\w+), (-?\d+);", line):
-            root, offset = value_of(found[2])
-            known[found[1]] = root, offset + int(found[3])
-        elif found := re.match(r"\s*mov\.b32\s+(%\w+), (%\w+|-?\d+);", line):
-            known[found[1]] = value_of(found[2])
-        elif found := re.search(r"bulk\.tensor\.5d.*bytes \[(%\w+)\], \[%\w+, \{(%\w+),", line):
-            copies.append((*value_of(found[1]), value_of(found[2])[1]))
+        if match := re.match(r"\s*add\.s32\s+(%\w+), (%\w+), (-?\d+);", line):
+            root, offset = value_of(match[2])
+            values[match[1]] = root, offset + int(match[3])
+        elif match := re.match(r"\s*mov\.b32\s+(%\w+), (%\w+|-?\d+);", line):
+            values[match[1]] = value_of(match[2])
+        elif match := re.search(r"bulk\.tensor\.5d.*bytes \[(%\w+)\], \[%\w+, \{(%\w+),", line):
+            copies.append((*value_of(match[1]), value_of(match[2])[1]))
     return copies
 
 

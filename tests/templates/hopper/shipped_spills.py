@@ -41,12 +41,14 @@ def shipped_kernels() -> Iterator[Compiled]:
 def main() -> int:
     """Prints the kernels, the most spilled bytes first, and counts them."""
     kernels = list(shipped_kernels())
-    found = [one for one in kernels if one.resources.spill_bytes or one.resources.serialized_wgmma]
-    for one in sorted(found, key=lambda one: (one.gpu, one.family, -one.resources.spill_bytes)):
-        note = "  serialised" if one.resources.serialized_wgmma else ""
-        click.echo(f"{one.gpu}  {one.family}  {one.resources.spill_bytes:3} B  {one.problem}{note}")
-    spilling = sum(one.resources.spill_bytes > 0 for one in kernels)
-    serialized = sum(one.resources.serialized_wgmma for one in kernels)
+    slow = [kernel for kernel in kernels if kernel.resources.spill_bytes or kernel.resources.serialized_wgmma]
+    for kernel in sorted(slow, key=lambda entry: (entry.gpu, entry.family, -entry.resources.spill_bytes)):
+        note = "  serialised" if kernel.resources.serialized_wgmma else ""
+        click.echo(
+            f"{kernel.gpu}  {kernel.family}  {kernel.resources.spill_bytes:3} B  {kernel.problem}{note}"
+        )
+    spilling = sum(kernel.resources.spill_bytes > 0 for kernel in kernels)
+    serialized = sum(kernel.resources.serialized_wgmma for kernel in kernels)
     click.echo(f"{len(kernels)} kernels: {spilling} spill, {serialized} have serialised products")
     return 0
 

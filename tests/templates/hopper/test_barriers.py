@@ -39,10 +39,10 @@ def kernel_of(causal: Causal, head_dim: int, num_warps: int, specialization: Spe
 
 def events(text: str, kinds: dict[str, str]) -> str:
     """The events of a program in the order of its text, repetitions of one kind left out."""
-    found = "".join(
+    kinds_in_order = "".join(
         kind for line in text.splitlines() for pattern, kind in kinds.items() if re.search(pattern, line)
     )
-    return re.sub(r"([BLS])\1+", r"\1", found)
+    return re.sub(r"([BLS])\1+", r"\1", kinds_in_order)
 
 
 class Block(NamedTuple):

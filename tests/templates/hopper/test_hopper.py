@@ -76,13 +76,13 @@ def test_supported_features_are_those_of_masks_scores_and_pages() -> None:
     scores = a_problem(softcap=True, alibi=True, sinks=True, chunk=64, sink_tokens=3)
     for problem in (window, a_problem(packed=1), a_problem(window_right=3, packed=1), scores):
         for changes in ({}, {"kv_lengths": True}, {"prefix": True}, {"page_size": 16}):
-            given = msgspec.structs.replace(problem, **changes)
-            assert unsupported_reason(FAMILY, given, H200, PLAIN) is None
+            supported = msgspec.structs.replace(problem, **changes)
+            assert unsupported_reason(FAMILY, supported, H200, PLAIN) is None
     for bias in (Bias.ADDITIVE, Bias.BOOLEAN):
-        given = msgspec.structs.replace(window, bias=bias)
-        assert unsupported_reason(FAMILY, given, H200, PLAIN) is None
+        supported = msgspec.structs.replace(window, bias=bias)
+        assert unsupported_reason(FAMILY, supported, H200, PLAIN) is None
         for changes in ({"kv_lengths": True}, {"prefix": True}, {"packed": 1}):
-            refused = msgspec.structs.replace(given, **changes)
+            refused = msgspec.structs.replace(supported, **changes)
             assert "takes a bias or mask without" in str(unsupported_reason(FAMILY, refused, H200, PLAIN))
 
 
@@ -119,9 +119,9 @@ def test_supported_tensors_can_be_addressed_by_tma() -> None:
 
 
 def test_source_does_not_depend_on_lengths_heads_and_batch() -> None:
-    one, other = a_problem(), a_problem(heads=12, kv_heads=4, batch=7, seqlen_q=31, seqlen_kv=4096)
-    for config in (a_config(one), a_config(one, pack_gqa=8, order="serpentine", head_swizzle=8)):
-        assert render(FAMILY, one, config, PLAIN) == render(FAMILY, other, config, PLAIN)
+    first, other = a_problem(), a_problem(heads=12, kv_heads=4, batch=7, seqlen_q=31, seqlen_kv=4096)
+    for config in (a_config(first), a_config(first, pack_gqa=8, order="serpentine", head_swizzle=8)):
+        assert render(FAMILY, first, config, PLAIN) == render(FAMILY, other, config, PLAIN)
 
 
 @pytest.mark.slow

@@ -110,9 +110,9 @@ COUNTED = {(causal, tuple(window.items())): counting(causal, window) for causal,
 
 def seen_blocks(problem: Problem, query: int) -> range:
     """Blocks of 128 keys in which a query sees some, by the definition."""
-    place, left, right = query + problem.diagonal, problem.sight.left, problem.sight.right
-    start = 0 if left is None else max(0, place - left)
-    end = problem.seqlen_kv if right is None else min(place + right + 1, problem.seqlen_kv)
+    position, left, right = query + problem.diagonal, problem.sight.left, problem.sight.right
+    start = 0 if left is None else max(0, position - left)
+    end = problem.seqlen_kv if right is None else min(position + right + 1, problem.seqlen_kv)
     if chunk := problem.chunk:
-        start, end = max(start, place // chunk * chunk), min(end, place // chunk * chunk + chunk)
+        start, end = max(start, position // chunk * chunk), min(end, position // chunk * chunk + chunk)
     return range(start // 128, math.ceil(end / 128)) if start < end else range(0)

@@ -182,9 +182,11 @@ def test_shipped_configs_spill_no_more_than_measured(name: str) -> None:
     key, changes, spilled = SHIPPED[name]
     table = shipped_table("nvidia-h200")
     assert table is not None
-    found = [one for one in table.records if one.problem.key == key and one.family == FAMILY.name]
-    assert found, "searched again: choose another shape"
-    record = found[0]
+    records = [
+        record for record in table.records if record.problem.key == key and record.family == FAMILY.name
+    ]
+    assert records, "searched again: choose another shape"
+    record = records[0]
     problem = msgspec.structs.replace(record.problem, **changes)
     assert record.config is not None
     assert FAMILY.space(problem, H200).admits(record.config)

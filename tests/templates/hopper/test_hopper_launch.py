@@ -126,10 +126,10 @@ def test_halves_and_transposed_values() -> None:
 def test_varlen_rows_end_at_the_sequence_end(name: str, layout: str) -> None:
     problem = a_problem(96, 80, batch=1, kv_heads=2, packed=1)
     module = load_module(kernel_of(problem, a_config(problem)))
-    place = ("q", "k", "v", "out").index(name)
-    tensor = like(problem, layout)[place]
+    index = ("q", "k", "v", "out").index(name)
+    tensor = like(problem, layout)[index]
     far, size = module.FAR.value, tensor.element_size()
-    for descriptor in module.descriptors(*like(problem, layout))[place]:
+    for descriptor in module.descriptors(*like(problem, layout))[index]:
         assert descriptor.block_shape[:3] == [1, 1, 1]
         assert descriptor.shape[2] == tensor.shape[1]
         assert descriptor.shape[4] == tensor.shape[3]
@@ -138,8 +138,8 @@ def test_varlen_rows_end_at_the_sequence_end(name: str, layout: str) -> None:
         assert all(0 < size * stride < 2**40 for stride in descriptor.strides)
         for start, rows, row, head, column in ((0, 1, 0, 0, 0), (700, 300, 299, 1, 3), (5, 9, 2, 0, 79)):
             coordinates = (far, start + rows, head, far - rows + row, column)
-            assert all(one < extent for one, extent in zip(coordinates, descriptor.shape, strict=True))
-            reached = sum(one * by for one, by in zip(coordinates, descriptor.strides, strict=True))
+            assert all(at < extent for at, extent in zip(coordinates, descriptor.shape, strict=True))
+            reached = sum(at * by for at, by in zip(coordinates, descriptor.strides, strict=True))
             meant = head * tensor.stride(1) + (start + row) * tensor.stride(2) + column
             # Addresses have 64 bits.
             assert size * reached % 2**64 == size * meant
@@ -172,8 +172,8 @@ def test_rows_of_pages_end_where_the_sequence_does(page_size: int, strides: tupl
     # Keys of the sequence from the page's first row on, and a row of the page.
     for page, head, keys, row in ((0, 0, 1, 0), (8, 3, page_size, page_size - 1), (5, 1, 10**6, 7)):
         coordinates = (far, keys, page * page_step + head * head_step, far - keys + row, 0)
-        assert all(one < extent for one, extent in zip(coordinates, descriptor.shape, strict=True))
-        reached = sum(one * by for one, by in zip(coordinates, descriptor.strides, strict=True))
+        assert all(at < extent for at, extent in zip(coordinates, descriptor.shape, strict=True))
+        reached = sum(at * by for at, by in zip(coordinates, descriptor.strides, strict=True))
         meant = page * strides[0] + head * strides[1] + row * strides[2]
         assert 2 * reached % 2**64 == 2 * meant
     # The first row without a key is outside.
@@ -315,11 +315,11 @@ def test_plans_of_pages_match_arguments(packed: bool) -> None:
     _, _, integers = load_module(kernel).launch_plan(q, k, k, q, *planned)
     names = [argument.name for argument in kernel.arguments]
     assert names[-len(integers) - 1] == "scale"
-    given = dict(zip(names[-len(integers) :], integers, strict=True))
-    assert given["seqlen_kv"] == 40 * 32
-    assert given["stride_table"] == 50
-    assert (given["k_page_step"], given["k_head_step"]) == (64, 1)
-    assert (given["heads"], given["group_size"]) == (8, 4)
+    values = dict(zip(names[-len(integers) :], integers, strict=True))
+    assert values["seqlen_kv"] == 40 * 32
+    assert values["stride_table"] == 50
+    assert (values["k_page_step"], values["k_head_step"]) == (64, 1)
+    assert (values["heads"], values["group_size"]) == (8, 4)
 
 
 def test_integer_arguments_are_in_order() -> None:

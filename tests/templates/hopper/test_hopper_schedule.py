@@ -33,8 +33,8 @@ def test_every_tile_is_processed_once(
     total = tiles * batch * packs
     section, workers = min(section, batch * packs), min(most_workers, total)
     schedule = (total, tiles, section, batch * packs, packs, packs_per_kv)
-    found = [LOCATES[kind](index, workers, *schedule) for index in range(total)]
-    assert sorted(found) == [
+    located = [LOCATES[kind](index, workers, *schedule) for index in range(total)]
+    assert sorted(located) == [
         (tile, sequence, kv_head, head)
         for tile in range(tiles)
         for sequence in range(batch)
@@ -48,7 +48,7 @@ def test_every_tile_is_processed_once(
                 (sequence * packs + kv_head * packs_per_kv + head // pack) // section,
                 tile if order == "linear" else -tile,
             )
-            for tile, sequence, kv_head, head in found
+            for tile, sequence, kv_head, head in located
         ]
         assert ranks == sorted(ranks)
 
@@ -78,10 +78,10 @@ def test_tiles_of_chunks_are_in_order_of_their_length(
     locate = in_python(kernel_of(chunked, **config), "locate")
     total, section = tiles * heads, min(section, heads)
     schedule = (total, tiles, section, heads, heads, 1)
-    found = [locate(index, min(most_workers, total), *schedule) for index in range(total)]
-    assert sorted(found) == [(tile, 0, head, 0) for tile in range(tiles) for head in range(heads)]
+    located = [locate(index, min(most_workers, total), *schedule) for index in range(total)]
+    assert sorted(located) == [(tile, 0, head, 0) for tile in range(tiles) for head in range(heads)]
     # A chunk has eight tiles of 128 queries. Those of the last chunk come first if it is not whole.
-    whole = [(head // section, -(tile % 8)) for tile, _, head, _ in found if tile < tiles // 8 * 8]
+    whole = [(head // section, -(tile % 8)) for tile, _, head, _ in located if tile < tiles // 8 * 8]
     assert whole == sorted(whole)
 
 
@@ -110,7 +110,7 @@ def test_every_varlen_tile_is_processed_once(
     order: str, lengths: list[int], spare: int, most_workers: int, kv_heads: int, group: int, section: int
 ) -> None:
     keys = [3 * length + 1 for length in lengths]
-    q_starts, kv_starts = ([0, *itertools.accumulate(one)] for one in (lengths, keys))
+    q_starts, kv_starts = ([0, *itertools.accumulate(part)] for part in (lengths, keys))
     heads, sequences = kv_heads * group, len(lengths)
     # Buffers may have room for more tokens than there are.
     places = (q_starts[-1] + spare) // ROWS_OF_A_TILE + sequences
@@ -118,17 +118,17 @@ def test_every_varlen_tile_is_processed_once(
     workers = min(most_workers, total)
     schedule = (total, places, min(section, heads), heads, heads, group)
     heads_of_kv = (kv_heads, group)
-    given_lengths = (Place(q_starts), Place(kv_starts), sequences, (sequences - 1).bit_length())
-    found = []
+    length_arguments = (Place(q_starts), Place(kv_starts), sequences, (sequences - 1).bit_length())
+    located = []
     for worker in range(workers):
         index = worker
         while True:
-            index, tile = SEEKING[order](index, workers, *schedule, *heads_of_kv, *given_lengths)
+            index, tile = SEEKING[order](index, workers, *schedule, *heads_of_kv, *length_arguments)
             if index >= total:
                 break
-            found.append(tuple(getattr(tile, name) for name in FIELDS))
+            located.append(tuple(getattr(tile, name) for name in FIELDS))
             index += workers
-    assert sorted(found) == sorted(
+    assert sorted(located) == sorted(
         (tile, head // group, head, q_starts[sequence], length, kv_starts[sequence], keys[sequence])
         for sequence, length in enumerate(lengths)
         for tile in range(math.ceil(length / ROWS_OF_A_TILE))

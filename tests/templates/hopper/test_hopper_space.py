@@ -245,8 +245,8 @@ def test_a_kernel_of_block_masks_passes_all_its_workspaces(size: int) -> None:
 def test_exported_kernels_launch_steps_with_their_warps(lists: dict[str, Any]) -> None:
     problem = a_problem(128, **lists)
     kernel = render(FAMILY, problem, FAMILY.default(problem, H200), Specialization())
-    found = launches(kernel)
-    assert set(found) == {part.entry for part in kernel.parts}
+    calls = launches(kernel)
+    assert set(calls) == {part.entry for part in kernel.parts}
     for part in kernel.parts:
-        (warps,) = (one.value for one in found[part.entry].keywords if one.arg == "num_warps")
+        (warps,) = (keyword.value for keyword in calls[part.entry].keywords if keyword.arg == "num_warps")
         assert ast.literal_eval(warps) == part.options.num_warps

@@ -53,9 +53,9 @@ def _run(body: Iterable[ast.stmt], values: Values, lost: set[str]) -> None:
 
 def _assign(target: ast.expr, value: ast.expr, values: Values) -> None:
     if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
-        found = [_value(one, values) for one in value.elts]
-        names = [one.id for one in target.elts if isinstance(one, ast.Name)]
-        values.update(dict(zip(names, found, strict=True)))
+        elements = [_value(element, values) for element in value.elts]
+        names = [element.id for element in target.elts if isinstance(element, ast.Name)]
+        values.update(dict(zip(names, elements, strict=True)))
     elif isinstance(target, ast.Name):
         values[target.id] = _value(value, values)
     else:
@@ -67,8 +67,8 @@ def _value(value: ast.expr, values: Values) -> object:
 
 
 def _assigned(node: ast.AST) -> set[str]:
-    names = (one for one in ast.walk(node) if isinstance(one, ast.Name))
-    return {one.id for one in names if isinstance(one.ctx, ast.Store)}
+    names = (child for child in ast.walk(node) if isinstance(child, ast.Name))
+    return {name.id for name in names if isinstance(name.ctx, ast.Store)}
 
 
 @pytest.mark.slow

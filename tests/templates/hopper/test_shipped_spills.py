@@ -12,11 +12,11 @@ SPILLED = {"forward_hopper": 56, "backward_hopper": 24}
 
 
 def test_no_shipped_kernel_has_serialised_products() -> None:
-    assert {(one.gpu, one.family) for one in KERNELS} == {(gpu, name) for gpu in GPUS for name in FAMILIES}
-    assert [one for one in KERNELS if one.resources.serialized_wgmma] == []
+    assert {(row.gpu, row.family) for row in KERNELS} == {(gpu, name) for gpu in GPUS for name in FAMILIES}
+    assert [row for row in KERNELS if row.resources.serialized_wgmma] == []
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_shipped_kernels_spill_few_bytes(family: str) -> None:
-    spilled = [one for one in KERNELS if one.family == family]
-    assert [one for one in spilled if one.resources.spill_bytes > SPILLED[family]] == []
+    spilled = [row for row in KERNELS if row.family == family]
+    assert [row for row in spilled if row.resources.spill_bytes > SPILLED[family]] == []

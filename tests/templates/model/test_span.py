@@ -122,18 +122,18 @@ def test_makespan_of_many_tiles_is_extrapolated(head_swizzle: int, order: str) -
 @pytest.mark.parametrize("causal", list(Causal))
 def test_tile_statistics_match_block_counts(causal: Causal) -> None:
     tiling = Tiling(a_problem(64, seqlen_q=1000, seqlen_kv=3000, causal=causal), 192, 128, 1)
-    found, counted = extremes(tiling), blocks(tiling)
-    assert (found.least, found.most) == (counted.min(), counted.max())
-    assert found.mean == pytest.approx(counted.mean())
+    statistics_, counted = extremes(tiling), blocks(tiling)
+    assert (statistics_.least, statistics_.most) == (counted.min(), counted.max())
+    assert statistics_.mean == pytest.approx(counted.mean())
 
 
 def test_tile_statistics_of_many_tiles_are_sampled() -> None:
     long = {"seqlen_q": 2**22, "seqlen_kv": 2**22}
     tiling = Tiling(msgspec.structs.replace(a_problem(64, causal=Causal.BOTTOM_RIGHT), **long), 64, 128, 1)
     assert tiling.tiles > 2 * MAX_TILES
-    found, counted = extremes(tiling), blocks(tiling)
-    assert (found.least, found.most) == (counted.min(), counted.max())
-    assert found.mean == pytest.approx(counted.mean(), rel=1e-3)
+    statistics_, counted = extremes(tiling), blocks(tiling)
+    assert (statistics_.least, statistics_.most) == (counted.min(), counted.max())
+    assert statistics_.mean == pytest.approx(counted.mean(), rel=1e-3)
 
 
 @pytest.mark.parametrize("changes", [{"seqlen_q": 0}, {"seqlen_kv": 0}, {"batch": 0}, {"seqlen_q": 2**24}])
@@ -163,8 +163,8 @@ def test_makespans_rank_tiles_and_schedules_as_measured(index: int) -> None:
         tile = tuple(int(getattr(config, name, 1)) for name in ("groups", "block_m", "block_n"))
         span = family.makespan_ms(table.problem, config, H200)
         best[tile] = min(best.get(tile, (math.inf, math.inf)), (ms, span))
-    usual = statistics.median(span / ms for ms, span in best.values())
-    errors = [abs(math.log(span / ms / usual)) for ms, span in best.values()]
+    median = statistics.median(span / ms for ms, span in best.values())
+    errors = [abs(math.log(span / ms / median)) for ms, span in best.values()]
     assert statistics.median(errors) < (0.06 if table.family == "forward_hopper" else 0.12)
     assert max(errors) < (0.15 if table.family == "forward_hopper" else 0.35)
 
@@ -205,10 +205,10 @@ def test_makespan_of_hopper_tiles_includes_their_overhead() -> None:
     problem = a_problem(
         64, heads=120, kv_heads=24, batch=46, seqlen_q=192, seqlen_kv=192, causal=Causal.BOTTOM_RIGHT
     )
-    usual = hopper.default(problem, H200)
+    default = hopper.default(problem, H200)
 
     def span(**changes: object) -> float:
-        return hopper.makespan_ms(problem, msgspec.structs.replace(usual, **changes), H200)
+        return hopper.makespan_ms(problem, msgspec.structs.replace(default, **changes), H200)
 
     # Measured on an H200: 200 and 211 µs for one tile a head, whose order is nothing but arithmetic.
     assert 1.03 < span(order=Order.SERPENTINE) / span(order=Order.LINEAR) < 1.07
@@ -218,7 +218,7 @@ def test_makespan_of_hopper_tiles_includes_their_overhead() -> None:
         hopper.makespan_ms(
             longer,
             msgspec.structs.replace(
-                usual, head_swizzle=4, order=Order.SERPENTINE, balanced_grid=balanced_grid
+                default, head_swizzle=4, order=Order.SERPENTINE, balanced_grid=balanced_grid
             ),
             H200,
         )

@@ -57,9 +57,9 @@ def test_tile_order_matches_the_kernels(
 
 @pytest.mark.parametrize("problem", [CAUSAL, FULL])
 def test_block_counts_match_the_kernels(problem: Problem) -> None:
-    found = blocks(Tiling(problem, 192, 128, 1))
+    counts = blocks(Tiling(problem, 192, 128, 1))
     count = COUNTS[problem.causal]
-    assert found.tolist() == [count(first, 192, 4096, 4096) for first in range(0, 4096, 192)]
+    assert counts.tolist() == [count(first, 192, 4096, 4096) for first in range(0, 4096, 192)]
 
 
 def of_hopper(**changes: Any) -> float:

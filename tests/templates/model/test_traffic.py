@@ -92,10 +92,10 @@ def test_windows_skip_whole_blocks(
     reach = problem.sight.right
     keys = 0
     for first_query in range(0, seqlen_q, block_m):
-        place = first_query + problem.diagonal
-        last_key = seqlen_kv if reach is None else min(place + block_m + reach, seqlen_kv)
+        position = first_query + problem.diagonal
+        last_key = seqlen_kv if reach is None else min(position + block_m + reach, seqlen_kv)
         keys += sum(min(block_n, seqlen_kv - start) for start in range(0, last_key, block_n))
-        hidden = 0 if left is None else max(0, place - left) // block_n
+        hidden = 0 if left is None else max(0, position - left) // block_n
         keys -= min(hidden, seqlen_kv // block_n) * block_n
     assert streamed_keys(problem, block_m, block_n) == keys
 
@@ -218,7 +218,7 @@ def problems_of(family: Family, target: Target) -> Iterator[Problem]:
             msgspec.structs.replace(problem, alibi=True),
             msgspec.structs.replace(problem, seqlen_q=1),
         )
-        yield from itertools.islice((one for one in posed if family.supports(one, target) is None), 1)
+        yield from itertools.islice((case for case in posed if family.supports(case, target) is None), 1)
     latent = msgspec.structs.replace(
         a_problem(1, 4096, Causal.BOTTOM_RIGHT, heads=128), head_dim=576, value_head_dim=512, kv_heads=1
     )
@@ -262,7 +262,9 @@ def test_measured_times_are_above_the_bandwidth_bound() -> None:
     shipped = shipped_table(H200.name)
     assert shipped is not None
     # The longest sequence of several stands for all in a problem: the others move less.
-    records = [one for one in shipped.records if one.ms and one.config and not is_ragged(one.problem)]
+    records = [
+        record for record in shipped.records if record.ms and record.config and not is_ragged(record.problem)
+    ]
     assert len(records) > 400
     for record in records:
         assert record.config is not None

@@ -110,16 +110,16 @@ def test_bench_requires_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("causal", list(Causal))
 def test_implementations_are_timed_interleaved(causal: Causal) -> None:
     problem = a_problem(head_dim=64, value_head_dim=64, seqlen_q=512, seqlen_kv=512, causal=causal)
-    found = run_bench(problem, 0)
-    names = [row.name for row in found.rows]
+    bench = run_bench(problem, 0)
+    names = [row.name for row in bench.rows]
     assert names[0] == OURS
-    assert {"sdpa-flash", FLEX, UNFUSED} <= set(names), found.left_out
-    assert found.clock_mhz > 100
-    for row in found.rows:
+    assert {"sdpa-flash", FLEX, UNFUSED} <= set(names), bench.left_out
+    assert bench.clock_mhz > 100
+    for row in bench.rows:
         assert 0 < row.p20 <= row.ms <= row.p80
         assert row.error <= 1
         assert 0.5 < row.host_us < 5000
-        assert row.tflops == pytest.approx(found.problem.nominal_flops() / row.ms / 1e9)
+        assert row.tflops == pytest.approx(bench.problem.nominal_flops() / row.ms / 1e9)
 
 
 @pytest.mark.gpu
@@ -127,8 +127,8 @@ def test_flex_attention_is_compiled_beyond_torchs_recompile_limit() -> None:
     limit = torch._dynamo.config.recompile_limit
     for number in range(limit + 2):
         problem = a_problem(head_dim=64, value_head_dim=64, seqlen_q=128 + 64 * number, causal=Causal.NONE)
-        found = run_bench(problem, 0, peers=(FLEX,), rounds=3)
-        assert found.row(FLEX) is not None, found.left_out
+        bench = run_bench(problem, 0, peers=(FLEX,), rounds=3)
+        assert bench.row(FLEX) is not None, bench.left_out
 
 
 @pytest.mark.gpu

@@ -238,7 +238,7 @@ def test_features_are_timed(name: str) -> None:
     problem = a_problem(**(changes | wide))
     if problem.packed:
         problem = msgspec.structs.replace(problem, packed=500)
-    found = run_bench(problem, 0, rounds=3)
-    assert found.row(OURS) is not None, found.left_out
+    bench = run_bench(problem, 0, rounds=3)
+    assert bench.row(OURS) is not None, bench.left_out
     if problem.features <= PEER_FEATURES[FLEX]:
-        assert found.row(FLEX) is not None, found.left_out
+        assert bench.row(FLEX) is not None, bench.left_out

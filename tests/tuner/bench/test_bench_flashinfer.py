@@ -27,10 +27,10 @@ class FakeWrapper:
         assert layout == "NHD"
         self.is_decode = use_tensor_cores
 
-    def plan(self, *given: Any, causal: bool = False, **options: Any) -> None:
+    def plan(self, *arguments: Any, causal: bool = False, **options: Any) -> None:
         self.causal, self.options = causal, options
-        *self.starts, heads, kv_heads, width = given[: len(given) - self.paged]
-        self.shape, self.size = (heads, kv_heads, width), given[-1]
+        *self.starts, heads, kv_heads, width = arguments[: len(arguments) - self.paged]
+        self.shape, self.size = (heads, kv_heads, width), arguments[-1]
 
     paged = 1
 
@@ -41,7 +41,7 @@ class FakeWrapper:
         for number, (first, end) in enumerate(pairwise(queries.tolist())):
             own = pages[starts[number] : starts[number + 1]].long()
             count = (len(own) - 1) * self.size + int(last[number])
-            k, v = (one[own].flatten(0, 1)[:count] for one in cache)
+            k, v = (part[own].flatten(0, 1)[:count] for part in cache)
             made.append(self.attend(q[first:end], k, v))
         return out.copy_(torch.cat(made))
 

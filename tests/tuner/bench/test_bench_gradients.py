@@ -66,8 +66,8 @@ def entries(problem: Problem, tensors: Tensors, peers: tuple[str, ...]) -> list[
 
 
 def test_correct_gradients_are_accepted(peers: tuple[str, ...]) -> None:
-    found = entries(PROBLEM, make_tensors(PROBLEM, CPU), peers)
-    admitted = [entry for entry in found if isinstance(entry, Admitted)]
+    results = entries(PROBLEM, make_tensors(PROBLEM, CPU), peers)
+    admitted = [entry for entry in results if isinstance(entry, Admitted)]
     assert [entry.contestant.name for entry in admitted] == [OURS, *peers]
     for entry in admitted:
         assert 0 < entry.error <= 1
@@ -102,8 +102,8 @@ def test_deterministic_gradients_are_compared_with_usual_baselines(
     monkeypatch.setattr(flashtune, "attention", attention)
     problem = msgspec.structs.replace(PROBLEM, deterministic=True)
     require_work(problem)
-    found = entries(problem, make_tensors(problem, CPU), peers)
-    assert all(isinstance(entry, Admitted) for entry in found)
+    results = entries(problem, make_tensors(problem, CPU), peers)
+    assert all(isinstance(entry, Admitted) for entry in results)
     assert asked == [True]
     with pytest.raises(UsageError, match="drop other probabilities"):
         require_work(msgspec.structs.replace(problem, dropout=True))
@@ -127,9 +127,9 @@ class FakeFlashAttention4:
     ) -> tuple[Tensor, None]:
         assert causal == self._problem.is_causal
         assert q.shape[1:] == (self._problem.seqlen_q, self._problem.heads, self._problem.head_dim)
-        assert all(one.is_contiguous() and one.is_leaf and one.requires_grad for one in (q, k, v))
-        given = (one.transpose(1, 2) for one in (q, k, v))
-        return unfused(*given, scale=softmax_scale, causal=self._problem.causal)[0].transpose(1, 2), None
+        assert all(tensor.is_contiguous() and tensor.is_leaf and tensor.requires_grad for tensor in (q, k, v))
+        inputs = (tensor.transpose(1, 2) for tensor in (q, k, v))
+        return unfused(*inputs, scale=softmax_scale, causal=self._problem.causal)[0].transpose(1, 2), None
 
     def flash_attn_varlen_func(
         self, q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, **options: Any
@@ -141,8 +141,8 @@ class FakeFlashAttention4:
         made = []
         bounds = (list(pairwise(starts.tolist())) for starts in (cu_seqlens_q, cu_seqlens_k))
         for (first, last), (head, end) in zip(*bounds, strict=True):
-            given = (one.transpose(0, 1)[None] for one in (q[first:last], k[head:end], v[head:end]))
-            out, _ = unfused(*given, scale=options["softmax_scale"], causal=self._problem.causal)
+            inputs = (tensor.transpose(0, 1)[None] for tensor in (q[first:last], k[head:end], v[head:end]))
+            out, _ = unfused(*inputs, scale=options["softmax_scale"], causal=self._problem.causal)
             made.append(out[0].transpose(0, 1))
         return torch.cat(made), None
 
@@ -179,9 +179,9 @@ def test_flex_attention_supports_repeated_backward_passes(
     monkeypatch.setattr(flex, "flex_attention", attend)
     # A setting that monkeypatch put back would be gone for all later tests.
     with compiling.patch(donated_buffer=True):
-        (_, found) = entries(PROBLEM, make_tensors(PROBLEM, CPU), (FLEX,))
+        (_, entry) = entries(PROBLEM, make_tensors(PROBLEM, CPU), (FLEX,))
         assert compiling.donated_buffer is False
-    assert isinstance(found, Admitted), found
+    assert isinstance(entry, Admitted), entry
 
 
 def test_backward_grid_and_its_units() -> None:

@@ -99,12 +99,12 @@ def test_damaged_figures_are_a_usage_error(text: str) -> None:
 
 def test_ratios_are_over_each_peer_and_over_the_best_of_each_problem() -> None:
     slower = {**SPEEDS, OURS: 450.0, "flash-attn-4": 400.0}
-    found = {entry.peer: entry for entry in ratios([a_bench(PAPER[0]), a_bench(PAPER[1], slower)])}
-    assert set(found) == {ANY_PEER, "sdpa-cudnn", "sdpa-flash", "flash-attn-4"}
-    assert [point.ratio for point in found["sdpa-cudnn"].points] == pytest.approx([1.2, 0.9])
-    assert found["sdpa-cudnn"].geometric_mean == pytest.approx(math.sqrt(1.2 * 0.9))
-    assert found["sdpa-cudnn"].worst.problem == PAPER[1].key
-    assert [point.ratio for point in found[ANY_PEER].points] == pytest.approx([0.8, 0.9])
+    by_peer = {entry.peer: entry for entry in ratios([a_bench(PAPER[0]), a_bench(PAPER[1], slower)])}
+    assert set(by_peer) == {ANY_PEER, "sdpa-cudnn", "sdpa-flash", "flash-attn-4"}
+    assert [point.ratio for point in by_peer["sdpa-cudnn"].points] == pytest.approx([1.2, 0.9])
+    assert by_peer["sdpa-cudnn"].geometric_mean == pytest.approx(math.sqrt(1.2 * 0.9))
+    assert by_peer["sdpa-cudnn"].worst.problem == PAPER[1].key
+    assert [point.ratio for point in by_peer[ANY_PEER].points] == pytest.approx([0.8, 0.9])
 
 
 def test_ratios_require_rows_of_flashtune_and_a_baseline() -> None:
@@ -120,42 +120,44 @@ def figures_of(problem: Problem, *, absolute: bool = False, **speeds: float) -> 
 
 def test_published_figures_are_relative_to_cudnn() -> None:
     # 1.2 times cuDNN here, and the best peer 1.1 times there, on a machine twice as slow.
-    found = against([a_bench(PAPER[0]), a_bench(PAPER[1])], figures_of(PAPER[0], cudnn=250, fa4=275, fa2=100))
-    assert found is not None
-    assert len(found.points) == 1
-    assert found.worst.best == "fa4"
-    assert found.geometric_mean == pytest.approx(1.2 / 1.1)
-    assert [point.seqlen for point in found.worst_by_length()] == [512]
+    result = against(
+        [a_bench(PAPER[0]), a_bench(PAPER[1])], figures_of(PAPER[0], cudnn=250, fa4=275, fa2=100)
+    )
+    assert result is not None
+    assert len(result.points) == 1
+    assert result.worst.best == "fa4"
+    assert result.geometric_mean == pytest.approx(1.2 / 1.1)
+    assert [point.seqlen for point in result.worst_by_length()] == [512]
 
 
 def test_cudnn_can_be_the_best_baseline() -> None:
-    found = against([a_bench(PAPER[0])], figures_of(PAPER[0], cudnn=250, fa4=100))
-    assert found is not None
-    assert found.worst.best == "cudnn"
-    assert found.worst.ratio == pytest.approx(1.2)
+    result = against([a_bench(PAPER[0])], figures_of(PAPER[0], cudnn=250, fa4=100))
+    assert result is not None
+    assert result.worst.best == "cudnn"
+    assert result.worst.ratio == pytest.approx(1.2)
 
 
 def test_absolute_figures_need_no_cudnn() -> None:
     bench = a_bench(PAPER[0], {OURS: 600.0})
     assert against([bench], figures_of(PAPER[0], cudnn=1200)) is None
-    found = against([bench], figures_of(PAPER[0], absolute=True, cudnn=1200))
-    assert found is not None
-    assert found.geometric_mean == pytest.approx(0.5)
+    result = against([bench], figures_of(PAPER[0], absolute=True, cudnn=1200))
+    assert result is not None
+    assert result.geometric_mean == pytest.approx(0.5)
 
 
 def test_absolute_figures_of_decoding_are_bandwidths() -> None:
     bench = a_reading_bench(DECODE[0], {OURS: 1800.0})
-    found = against([bench], figures_of(DECODE[0], absolute=True, cudnn=1500))
-    assert found is not None
-    assert found.worst.ours == pytest.approx(1800)
-    assert found.geometric_mean == pytest.approx(1.2)
+    result = against([bench], figures_of(DECODE[0], absolute=True, cudnn=1500))
+    assert result is not None
+    assert result.worst.ours == pytest.approx(1800)
+    assert result.geometric_mean == pytest.approx(1.2)
 
 
 def test_decoding_is_compared_with_a_copy_of_the_same_run() -> None:
     run = a_run(a_reading_bench(DECODE[0], {OURS: 3000.0}), a_bench(PAPER[0]))
-    (found,) = of_copy(run)
-    assert found.gbps == pytest.approx(3000)
-    assert found.share == pytest.approx(0.75)
+    (result,) = of_copy(run)
+    assert result.gbps == pytest.approx(3000)
+    assert result.share == pytest.approx(0.75)
     assert of_copy(msgspec.structs.replace(run, copy=None)) == ()
 
 

@@ -29,9 +29,9 @@ def test_each_selected_kernel_is_compiled_once() -> None:
         for problem in (SMALL, more)
     }
     compiled = compile_ahead((SMALL, more, SMALL), H200)
-    assert {found.kernel for found in compiled} == {kernel.digest for kernel in expected}
+    assert {compilation.kernel for compilation in compiled} == {kernel.digest for kernel in expected}
     assert len(compiled) == len(expected)
-    assert all(found.outcome is Outcome.OK for found in compiled)
+    assert all(compilation.outcome is Outcome.OK for compilation in compiled)
 
 
 def test_unsupported_problems_are_skipped() -> None:

@@ -40,21 +40,21 @@ def a_kernel(head_dim: int = 64, **fields: int) -> Kernel:
 
 
 def test_a_hopper_kernel() -> None:
-    found = read_resources(a_kernel(), find_target("h100"))
+    resources = read_resources(a_kernel(), find_target("h100"))
     # Two stages of keys and values, and the queries.
-    assert found.sram_bytes == 2 * (64 + 2 * 2 * 32) * 64
-    assert 32 <= found.registers <= 255
-    assert found.tensor_memory_columns == 0
-    assert not found.serialized_wgmma
-    assert found.compile_seconds > 0
+    assert resources.sram_bytes == 2 * (64 + 2 * 2 * 32) * 64
+    assert 32 <= resources.registers <= 255
+    assert resources.tensor_memory_columns == 0
+    assert not resources.serialized_wgmma
+    assert resources.compile_seconds > 0
 
 
 @pytest.mark.slow
 def test_kernel_without_enough_registers_spills_and_is_serialised() -> None:
-    found = read_resources(a_kernel(128, block_m=128, block_n=128), find_target("h100"))
-    assert found.registers == 255
-    assert found.spill_bytes > 0
-    assert found.serialized_wgmma
+    resources = read_resources(a_kernel(128, block_m=128, block_n=128), find_target("h100"))
+    assert resources.registers == 255
+    assert resources.spill_bytes > 0
+    assert resources.serialized_wgmma
 
 
 def test_a_blackwell_kernel_takes_tensor_memory() -> None:
@@ -71,17 +71,17 @@ def test_sizes_are_read_without_external_tools(target: str, monkeypatch: pytest.
         raise AssertionError(f"a tool was run: {arguments}")
 
     monkeypatch.setattr("subprocess.run", run)
-    found = read_sizes(kernel, find_target(target))
-    assert found == Resources(expected.sram_bytes, expected.tensor_memory_columns)
-    assert found.sram_bytes > 0
+    sizes = read_sizes(kernel, find_target(target))
+    assert sizes == Resources(expected.sram_bytes, expected.tensor_memory_columns)
+    assert sizes.sram_bytes > 0
 
 
 @pytest.mark.slow
 def test_an_amd_kernel() -> None:
-    found = read_resources(a_kernel(), find_target("mi300x"))
-    assert 0 < found.sram_bytes <= 64 * 1024
-    assert 32 <= found.registers <= 512
-    assert found.spill_bytes == 0
+    resources = read_resources(a_kernel(), find_target("mi300x"))
+    assert 0 < resources.sram_bytes <= 64 * 1024
+    assert 32 <= resources.registers <= 512
+    assert resources.spill_bytes == 0
 
 
 def test_tool_that_cannot_be_run_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,13 +119,13 @@ def test_missing_tool_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_occupancy(target: str, resources: Resources, warps: int, blocks: int, limit: str) -> None:
-    found = occupancy(resources, LaunchOptions(warps, 2), find_target(target))
-    assert (found.blocks, found.warps, found.limit) == (blocks, blocks * warps, limit)
+    result = occupancy(resources, LaunchOptions(warps, 2), find_target(target))
+    assert (result.blocks, result.warps, result.limit) == (blocks, blocks * warps, limit)
 
 
 def test_kernel_without_resources_is_limited_by_threads() -> None:
-    found = occupancy(Resources(sram_bytes=0), LaunchOptions(4, 1), find_target("mi300x"))
-    assert (found.blocks, found.limit) == (8, "threads")
+    result = occupancy(Resources(sram_bytes=0), LaunchOptions(4, 1), find_target("mi300x"))
+    assert (result.blocks, result.limit) == (8, "threads")
 
 
 def test_overflow_names_the_exceeded_resource() -> None:

@@ -94,16 +94,18 @@ def test_kernel_miscompiled_by_ptxas_is_not_launched() -> None:
         split_masked_loop=False,
         lpt=False,
     )
-    found = compile_candidate(
+    compilation = compile_candidate(
         problem, Candidate("forward_q_outer", config), Specialization(alignment=Alignment.ANY), H200
     )
-    assert found.outcome is Outcome.INFEASIBLE
-    assert found.message.startswith("ptxas made code that reads a register which nothing wrote (UIADD3 UR")
+    assert compilation.outcome is Outcome.INFEASIBLE
+    assert compilation.message.startswith(
+        "ptxas made code that reads a register which nothing wrote (UIADD3 UR"
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", [one for one in families() if one.supports(PLAIN, H200) is None])
+@pytest.mark.parametrize("family", [family for family in families() if family.supports(PLAIN, H200) is None])
 def test_correct_binary_is_accepted(family: Family) -> None:
     candidate = Candidate(family.name, family.default(PLAIN, H200))
-    found = compile_candidate(PLAIN, candidate, Specialization(), H200)
-    assert (found.outcome, found.message) == (Outcome.OK, "")
+    compilation = compile_candidate(PLAIN, candidate, Specialization(), H200)
+    assert (compilation.outcome, compilation.message) == (Outcome.OK, "")

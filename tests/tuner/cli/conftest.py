@@ -59,8 +59,8 @@ def shape() -> str:
 @pytest.fixture
 def problem() -> Problem:
     """The problem that the stored records compute."""
-    (found,) = parse_shape(SHAPE)
-    return found
+    (parsed,) = parse_shape(SHAPE)
+    return parsed
 
 
 @pytest.fixture

@@ -183,12 +183,12 @@ def test_sustained_times_are_marked_as_such(run: Callable[..., Result], tmp_path
 def test_given_baselines_replace_the_default_ones(fake_gpu: list[Problem]) -> None:
     told: list[int] = []
     request = BenchRequest(PAPER[:2], 0, ("sdpa-cudnn",), 5, "flashtune bench")
-    found = run_benches(request, lambda run: told.append(len(run.benches)))
+    bench_run = run_benches(request, lambda run: told.append(len(run.benches)))
     assert told == [1, 2]
     assert fake_gpu == list(PAPER[:2])
-    assert [row.name for row in found.benches[0].rows] == [OURS, "sdpa-cudnn"]
-    assert found.ceilings[0].tflops == 800.0
-    assert found.copy == a_run().copy
+    assert [row.name for row in bench_run.benches[0].rows] == [OURS, "sdpa-cudnn"]
+    assert bench_run.ceilings[0].tflops == 800.0
+    assert bench_run.copy == a_run().copy
 
 
 def test_interrupted_run_saves_finished_results(run: Run, fake_gpu: list[Problem], tmp_path: Path) -> None:

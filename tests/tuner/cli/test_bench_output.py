@@ -99,9 +99,9 @@ def test_messages_of_baselines_are_printable() -> None:
 
 
 def test_panels_are_per_mask_and_head_dim_with_sorted_lengths() -> None:
-    found = panels([a_bench(problem) for problem in reversed(PAPER)])
-    assert len(found) == 6
-    for panel in found:
+    grid = panels([a_bench(problem) for problem in reversed(PAPER)])
+    assert len(grid) == 6
+    for panel in grid:
         lengths = [bench.problem.seqlen_kv for bench in panel.benches]
         assert lengths == [512, 1024, 2048, 4096, 8192, 16_384]
         assert panel.names == tuple(SPEEDS)

@@ -36,10 +36,10 @@ def findings(result: Result) -> dict[str, tuple[str, str]]:
 def test_healthy_machine(run: Run, compiler: None) -> None:
     result = run("doctor", "--target", "h100", "--json")
     assert result.exit_code == 0, result.output
-    found = findings(result)
+    by_check = findings(result)
     for name in ("python", "torch", "triton", "kernel cache", "triton cache", "database", "compiler"):
-        assert found[name][0] == "ok", found[name]
-    assert "none yet" in found["database"][1]
+        assert by_check[name][0] == "ok", by_check[name]
+    assert "none yet" in by_check["database"][1]
 
 
 def test_text_output_has_one_line_per_check(run: Run, compiler: None) -> None:
@@ -157,23 +157,23 @@ def test_shipped_kernels_are_counted_as_in_dispatch(
 ) -> None:
     made = [make_record(config) for config in ("block_m=64", "block_m=128")]
     here = msgspec.structs.replace(current_versions(made[0].family), driver=driver)
-    for place in (doctor, listing, lookup):
-        monkeypatch.setattr(place, "current_versions", lambda family: here)
+    for importer in (doctor, listing, lookup):
+        monkeypatch.setattr(importer, "current_versions", lambda family: here)
     versions = msgspec.structs.replace(here, **own)
-    records = tuple(msgspec.structs.replace(one, versions=versions) for one in made)
+    records = tuple(msgspec.structs.replace(record, versions=versions) for record in made)
     assert records[0].verdict is not None
     receipts = [] if receipt is None else [msgspec.structs.replace(here, **receipt)]
     checks = tuple(
         Check(
-            digest=str(records[0].kernel), target=records[0].target, versions=one, verdict=records[0].verdict
+            digest=str(records[0].kernel), target=records[0].target, versions=row, verdict=records[0].verdict
         )
-        for one in receipts
+        for row in receipts
     )
     table = TunedTable(target=records[0].target, records=records, receipts=checks)
     monkeypatch.setattr("flashtune.db.table.shipped_table", lambda name: table)
-    found = shipped(find_target("h200"))
-    assert found.level is (Level.WARN if left else Level.OK)
-    assert f"2 kernels, {f'{left} not' if left else 'all'} verified" in found.message
+    finding = shipped(find_target("h200"))
+    assert finding.level is (Level.WARN if left else Level.OK)
+    assert f"2 kernels, {f'{left} not' if left else 'all'} verified" in finding.message
 
 
 def test_interpreter_requires_older_numpy_under_triton_3_6(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,6 +190,6 @@ def test_interpreter_requires_older_numpy_under_triton_3_6(monkeypatch: pytest.M
 def test_gpu_of_this_machine_is_in_the_table(run: Run) -> None:
     result = run("doctor", "--json")
     assert result.exit_code == 0, result.output
-    found = findings(result)
-    assert found["gpu 0"][0] in ("ok", "warn")
-    assert found["driver"][1] != "none"
+    by_check = findings(result)
+    assert by_check["gpu 0"][0] in ("ok", "warn")
+    assert by_check["driver"][1] != "none"

@@ -22,8 +22,8 @@ H200 = find_target("h200")
 
 def overview_of(model: str, phase: Phase, lengths: str = "1024|8192", **options: str) -> Overview:
     sizes = ModelSizes(phase, lengths, options.get("batch"), options.get("dtype"), options.get("page_size"))
-    (found,) = overviews(find_model(model), sizes, H200, None)
-    return found
+    (overview,) = overviews(find_model(model), sizes, H200, None)
+    return overview
 
 
 @pytest.fixture(autouse=True)
@@ -36,8 +36,8 @@ def test_every_model_has_a_number_of_layers() -> None:
 
 
 def test_figures_of_a_prefill() -> None:
-    found = overview_of("llama-3.1-8b", Phase.PREFILL)
-    short, long = found.points
+    overview = overview_of("llama-3.1-8b", Phase.PREFILL)
+    short, long = overview.points
     # Keys and values of 8 heads, 128 wide, 2 bytes each, in 32 layers.
     assert short.kv_bytes == 32 * 2 * 8 * 1024 * 128 * 2
     assert long.kv_bytes == 8 * short.kv_bytes
@@ -54,9 +54,9 @@ def test_figures_of_a_prefill() -> None:
 
 
 def test_figures_of_training() -> None:
-    found = overview_of("llama-3.1-8b", Phase.TRAINING)
+    overview = overview_of("llama-3.1-8b", Phase.TRAINING)
     forward = overview_of("llama-3.1-8b", Phase.PREFILL)
-    for point, prefill in zip(found.points, forward.points, strict=True):
+    for point, prefill in zip(overview.points, forward.points, strict=True):
         assert point.kv_bytes == prefill.kv_bytes
         # Two and a half times as many operations backward.
         assert point.flash.bound_ms == pytest.approx(3.5 * prefill.flash.bound_ms, rel=0.05)
@@ -66,14 +66,14 @@ def test_figures_of_training() -> None:
         kept = point.flash.memory - prefill.flash.memory - gradients
         assert 4 * 128 * rows < kept <= (4 * 128 + 16) * rows
         assert point.unfused.memory == 2 * rows * 128 + gradients + 16 * 32 * point.seqlen**2
-    short, long = found.points
+    short, long = overview.points
     assert long.flash.memory == 8 * short.flash.memory
-    assert found.points[0].families[1].startswith("backward_")
+    assert overview.points[0].families[1].startswith("backward_")
 
 
 def test_decode_is_bound_by_kv_cache_reads() -> None:
-    found = overview_of("llama-3.1-8b", Phase.DECODE, "65536", batch="16", page_size="0")
-    (point,) = found.points
+    overview = overview_of("llama-3.1-8b", Phase.DECODE, "65536", batch="16", page_size="0")
+    (point,) = overview.points
     assert point.flash.bound_by == "memory"
     read_once = point.kv_bytes / (H200.hbm_bandwidth * 1e6)
     assert point.flash.bound_ms == pytest.approx(read_once, rel=0.01)
@@ -82,8 +82,8 @@ def test_decode_is_bound_by_kv_cache_reads() -> None:
 
 
 def test_model_overview_uses_the_problems_that_a_search_tunes() -> None:
-    found = overview_of("gpt-oss-20b", Phase.DECODE, "8192", batch="16")
-    (point,) = found.points
+    overview = overview_of("gpt-oss-20b", Phase.DECODE, "8192", batch="16")
+    (point,) = overview.points
     assert point.seqlen == 8192
     assert point.kv_bytes == 24 * 16 * 2 * 8 * 8192 * 64 * 2
     # Half of the layers read no more than a window.
@@ -100,18 +100,18 @@ def test_latent_keys_count_once_for_all_heads() -> None:
 
 
 def test_8_bits_are_compared_with_16_bits() -> None:
-    found = overview_of("llama-3.1-8b", Phase.PREFILL, "4096", dtype="e4m3")
+    overview = overview_of("llama-3.1-8b", Phase.PREFILL, "4096", dtype="e4m3")
     wide = overview_of("llama-3.1-8b", Phase.PREFILL, "4096")
-    assert found.dtype is Dtype.E4M3
-    assert found.points[0].kv_bytes * 2 == wide.points[0].kv_bytes
-    assert found.points[0].unfused.traffic == wide.points[0].unfused.traffic
+    assert overview.dtype is Dtype.E4M3
+    assert overview.points[0].kv_bytes * 2 == wide.points[0].kv_bytes
+    assert overview.points[0].unfused.traffic == wide.points[0].unfused.traffic
     # Values are transposed into memory of their own size.
-    assert found.points[0].flash.memory - wide.points[0].flash.memory == 8 * 4096 * 128
+    assert overview.points[0].flash.memory - wide.points[0].flash.memory == 8 * 4096 * 128
 
 
 def test_each_batch_size_has_its_own_overview() -> None:
-    found = overviews(find_model("gpt2"), ModelSizes(seqlen="512..2048", batch="1|8"), H200, None)
-    assert [(one.batch, [point.seqlen for point in one.points]) for one in found] == [
+    by_batch = overviews(find_model("gpt2"), ModelSizes(seqlen="512..2048", batch="1|8"), H200, None)
+    assert [(overview.batch, [point.seqlen for point in overview.points]) for overview in by_batch] == [
         (1, [512, 1024, 2048]),
         (8, [512, 1024, 2048]),
     ]
@@ -128,7 +128,7 @@ def test_text_and_json(run: Run) -> None:
     assert "not measured" in text
     options = ("--model", "qwen3-8b", "--model", "gpt2", "--phase", "prefill", "--seqlen", "512", "--json")
     told = json.loads(run("explain", *options, "--target", "h100").stdout)
-    assert [one["model"] for one in told] == ["qwen3-8b", "gpt2"]
+    assert [overview["model"] for overview in told] == ["qwen3-8b", "gpt2"]
     assert told[0]["points"][0]["unfused"]["bound_ms"] > told[0]["points"][0]["flash"]["bound_ms"]
 
 
@@ -145,8 +145,8 @@ def test_plot_is_one_html_page(run: Run, tmp_path: Path) -> None:
 
 def test_every_line_of_the_plot_has_all_lengths() -> None:
     pytest.importorskip("plotly")
-    found = overview_of("llama-3.2-1b", Phase.PREFILL, "1024..8192")
-    plot = overview_figure([found, found])
+    overview = overview_of("llama-3.2-1b", Phase.PREFILL, "1024..8192")
+    plot = overview_figure([overview, overview])
     assert len(plot.data) == 2 * (3 + 2 + 2 + 1)
     assert {tuple(trace.x) for trace in plot.data} == {(1024, 2048, 4096, 8192)}
     assert sum(trace.showlegend for trace in plot.data) == 4

@@ -93,7 +93,7 @@ def root() -> Iterator[Path]:
 
 
 @pytest.fixture
-def place(root: Path) -> Place:
+def setup(root: Path) -> Place:
     return Place(root)
 
 
@@ -104,45 +104,45 @@ def disk(root: Path) -> Iterator[Callable[[int], tuple[Path, Callable[[], None] 
         yield lambda left: mounted.enter_context(small_disk(root / "disk", left))
 
 
-def below_a_file(place: Place) -> str:
+def below_a_file(setup: Place) -> str:
     """A folder that cannot be created, even by root."""
-    (place.root / "file").write_text("")
-    return str(place.root / "file" / "folder")
+    (setup.root / "file").write_text("")
+    return str(setup.root / "file" / "folder")
 
 
 @pytest.mark.slow
-def test_a_full_triton_cache(place: Place, disk: Callable[[int], tuple[Path, Callable[[], None]]]) -> None:
+def test_a_full_triton_cache(setup: Place, disk: Callable[[int], tuple[Path, Callable[[], None]]]) -> None:
     folder, limit = disk(0)
     triton = {"TRITON_CACHE_DIR": str(folder / "triton")}
-    place.refused(rf"{NO_SPACE}.*free some space|raise the limit.*; {GOES_ON}", triton, limit)
-    place.ends_well({})
+    setup.refused(rf"{NO_SPACE}.*free some space|raise the limit.*; {GOES_ON}", triton, limit)
+    setup.ends_well({})
 
 
 @pytest.mark.slow
-def test_full_temporary_folder(place: Place, disk: Callable[[int], tuple[Path, Callable[[], None]]]) -> None:
+def test_full_temporary_folder(setup: Place, disk: Callable[[int], tuple[Path, Callable[[], None]]]) -> None:
     # Triton writes assembly and binaries there, of which the first do not fit.
     folder, limit = disk(24 << 10)
-    place.refused(rf"{NO_SPACE}.*; {GOES_ON}", {"TMPDIR": str(folder)}, limit)
-    place.ends_well({})
+    setup.refused(rf"{NO_SPACE}.*; {GOES_ON}", {"TMPDIR": str(folder)}, limit)
+    setup.ends_well({})
 
 
 @pytest.mark.slow
-def test_unwritable_temporary_folder_is_replaced(place: Place) -> None:
+def test_unwritable_temporary_folder_is_replaced(setup: Place) -> None:
     # Python then takes /tmp.
-    place.ends_well({"TMPDIR": below_a_file(place)})
+    setup.ends_well({"TMPDIR": below_a_file(setup)})
 
 
 @pytest.mark.slow
-def test_a_full_cache_folder(place: Place, disk: Callable[[int], tuple[Path, Callable[[], None]]]) -> None:
+def test_a_full_cache_folder(setup: Place, disk: Callable[[int], tuple[Path, Callable[[], None]]]) -> None:
     folder, limit = disk(0)
-    place.refused(NO_SPACE, {"FLASHTUNE_CACHE_DIR": str(folder / "cache")}, limit)
+    setup.refused(NO_SPACE, {"FLASHTUNE_CACHE_DIR": str(folder / "cache")}, limit)
 
 
 @pytest.mark.slow
-def test_a_full_database_folder(place: Place, disk: Callable[[int], tuple[Path, Callable[[], None]]]) -> None:
+def test_a_full_database_folder(setup: Place, disk: Callable[[int], tuple[Path, Callable[[], None]]]) -> None:
     folder, limit = disk(0)
     words = r"the disk is full, so nothing was written to .*db.sqlite: free some space|File too large"
-    place.refused(words, {"FLASHTUNE_DB": str(folder / "db.sqlite")}, limit)
+    setup.refused(words, {"FLASHTUNE_DB": str(folder / "db.sqlite")}, limit)
 
 
 @pytest.mark.slow
@@ -163,61 +163,61 @@ def test_a_full_database_folder(place: Place, disk: Callable[[int], tuple[Path, 
         ),
     ],
 )
-def test_unwritable_folder(place: Place, variable: str, words: str) -> None:
-    place.refused(words, {variable: below_a_file(place)})
+def test_unwritable_folder(setup: Place, variable: str, words: str) -> None:
+    setup.refused(words, {variable: below_a_file(setup)})
 
 
 @pytest.mark.slow
-def test_unwritable_home(place: Place) -> None:
+def test_unwritable_home(setup: Place) -> None:
     for name in ("FLASHTUNE_CACHE_DIR", "FLASHTUNE_DB", "TRITON_CACHE_DIR"):
-        del place.environment[name]
-    place.environment.pop("XDG_CACHE_HOME", None)
+        del setup.environment[name]
+    setup.environment.pop("XDG_CACHE_HOME", None)
     words = "cannot write in the folder of the database .*/file/folder/.cache/flashtune/flashtune.sqlite"
-    place.refused(words, {"HOME": below_a_file(place)})
+    setup.refused(words, {"HOME": below_a_file(setup)})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mebibytes", [400, 600])
-def test_memory_limit(place: Place, mebibytes: int) -> None:
+def test_memory_limit(setup: Place, mebibytes: int) -> None:
     def limit() -> None:
         # Enough for Python, and too little for Triton and torch.
         resource.setrlimit(resource.RLIMIT_AS, (mebibytes << 20, mebibytes << 20))
 
-    place.refused(f"the limit of {mebibytes} MiB of memory is too low.*raise the limit", {}, limit)
-    place.ends_well({})
+    setup.refused(f"the limit of {mebibytes} MiB of memory is too low.*raise the limit", {}, limit)
+    setup.ends_well({})
 
 
 @pytest.mark.slow
-def test_file_size_limit(place: Place) -> None:
-    place.ends_well({})
+def test_file_size_limit(setup: Place) -> None:
+    setup.ends_well({})
 
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (16 << 10, 16 << 10))
 
     more = ("--trials", "3")
-    place.refused(r"cannot be written \(File too large\): raise the limit", {}, limit, *COMMAND, *more)
+    setup.refused(r"cannot be written \(File too large\): raise the limit", {}, limit, *COMMAND, *more)
 
 
 @pytest.mark.slow
-def test_open_files_limit(place: Place) -> None:
+def test_open_files_limit(setup: Place) -> None:
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (16, 16))
 
-    place.refused("too many files are open|Too many open files", {}, limit)
+    setup.refused("too many files are open|Too many open files", {}, limit)
 
 
 @pytest.mark.slow
-def test_search_without_gpu_needs_no_c_compiler(place: Place) -> None:
+def test_search_without_gpu_needs_no_c_compiler(setup: Place) -> None:
     # Triton needs a C compiler to launch kernels, and none to compile them.
-    place.ends_well({"PATH": str(place.root), "CC": "/nonexistent/cc"})
+    setup.ends_well({"PATH": str(setup.root), "CC": "/nonexistent/cc"})
 
 
 @pytest.mark.slow
-def test_killed_and_unrunnable_ptxas(place: Place) -> None:
-    tool = place.root / "ptxas"
+def test_killed_and_unrunnable_ptxas(setup: Place) -> None:
+    tool = setup.root / "ptxas"
     tool.write_text(
         '#!/bin/sh\ncase "$1" in --version) echo "release 12.8, V12.8.93";; *) kill -9 $$;; esac\n'
     )
     tool.chmod(0o755)
-    place.refused(rf"ptxas was killed \(signal 9\).*; {GOES_ON}", {"TRITON_PTXAS_PATH": str(tool)})
-    place.ends_well({})
+    setup.refused(rf"ptxas was killed \(signal 9\).*; {GOES_ON}", {"TRITON_PTXAS_PATH": str(tool)})
+    setup.ends_well({})

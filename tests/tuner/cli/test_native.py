@@ -115,10 +115,10 @@ def test_doctor_compiles_gluon_kernels_of_the_target(
     monkeypatch.setattr("flashtune.tuner.binary.resources.read_resources", refuse_gluon)
     result = run("doctor", "--target", "h200", "--json")
     assert result.exit_code == 0, result.output
-    found = {row["name"]: row for row in json.loads(result.stdout)}
-    assert found["compiler"]["level"] == "ok"
-    assert found["compiler of forward_native"]["level"] == "warn"
-    assert "portable kernels serve" in found["compiler of forward_native"]["advice"]
+    by_check = {row["name"]: row for row in json.loads(result.stdout)}
+    assert by_check["compiler"]["level"] == "ok"
+    assert by_check["compiler of forward_native"]["level"] == "warn"
+    assert "portable kernels serve" in by_check["compiler of forward_native"]["advice"]
     elsewhere = {row["name"] for row in json.loads(run("doctor", "--target", "a100", "--json").stdout)}
     assert "compiler of forward_native" not in elsewhere
 

@@ -38,5 +38,5 @@ PRINTERS = ("search", "show", "explain", "verify", "bench", "import", "sram-audi
 
 @pytest.mark.parametrize("name", PRINTERS)
 def test_commands_that_print_data_print_json(name: str) -> None:
-    command, ctx = next((command, ctx) for known, command, ctx in ALL if known == f"flashtune {name}")
+    command, ctx = next((command, ctx) for full_name, command, ctx in ALL if full_name == f"flashtune {name}")
     assert "--json" in {text for param in command.get_params(ctx) for text in param.opts}

@@ -39,8 +39,8 @@ def evaluated(
 ) -> Evaluation:
     """Evaluates a candidate whose first launch and measurement take these times. 1 ms is the limit."""
 
-    def check(*given: object) -> Verdict:
-        level = given[-1]
+    def check(*arguments: object) -> Verdict:
+        level = arguments[-1]
         assert isinstance(level, Level)
         verdict = verdicts[level]
         if isinstance(verdict, KernelError):
@@ -73,10 +73,10 @@ def test_only_kernels_that_passed_are_right(
     outcome: Outcome,
     verdict: Verdict | None,
 ) -> None:
-    found = evaluated(monkeypatch, first, ms, verdicts)
-    assert (found.outcome, found.verdict) == (outcome, verdict)
-    assert (found.measurement is not None) is (outcome is Outcome.OK)
-    assert bool(found.message) is (verdict is not FULL)
+    evaluation = evaluated(monkeypatch, first, ms, verdicts)
+    assert (evaluation.outcome, evaluation.verdict) == (outcome, verdict)
+    assert (evaluation.measurement is not None) is (outcome is Outcome.OK)
+    assert bool(evaluation.message) is (verdict is not FULL)
 
 
 @pytest.mark.parametrize(("verdict", "outcome"), [(FULL, Outcome.OK), (WRONG, Outcome.WRONG_RESULT)])

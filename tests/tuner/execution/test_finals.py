@@ -57,15 +57,15 @@ def test_quantized_problems_have_scales_and_no_baselines() -> None:
 def test_launches_of_the_final_measurement_receive_scales(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = msgspec.structs.replace(PROBLEM, dtype=Dtype.E4M3)
     tensors = make_tensors(problem, torch.device("cpu"))
-    given: list[Any] = []
+    launches: list[Any] = []
     monkeypatch.setattr(timed_runs, "render", lambda *_: None)
-    monkeypatch.setattr(timed_runs, "bind", lambda *_: lambda *values: given.append(values))
+    monkeypatch.setattr(timed_runs, "bind", lambda *_: lambda *values: launches.append(values))
     family = find_family("forward_q_outer")
     target = find_target("h200")
     candidate = Candidate(family.name, family.default(PROBLEM, target))
     timed_runs.kernel_run(problem, candidate, Specialization(), target, tensors)()
-    assert given[0][0].q is tensors.q
-    assert given[0][-1] is tensors.side
+    assert launches[0][0].q is tensors.q
+    assert launches[0][-1] is tensors.side
 
 
 SUSTAINED_SAMPLES = 7
@@ -106,52 +106,52 @@ def timed(
     monkeypatch.setattr(timed_runs, "peer_runs", lambda *_: [("peer", None)])
     family, target, cpu = find_family("forward_q_outer"), find_target("h200"), torch.device("cpu")
     candidates = (Candidate(family.name, family.default(PROBLEM, target)),) * len(first)
-    found = timed_runs.run_finals(PROBLEM, candidates, Specialization(), target, cpu)
-    rounds = SUSTAINED_SAMPLES if throttled or alone else found[0].samples
+    finals = timed_runs.run_finals(PROBLEM, candidates, Specialization(), target, cpu)
+    rounds = SUSTAINED_SAMPLES if throttled or alone else finals[0].samples
     assert asked[1:] == ([(len(again), rounds)] if again else [])
-    assert all([(peer.name, peer.ms) for peer in one.peers] == [("peer", 9.0)] for one in found)
-    return list(found)
+    assert all([(peer.name, peer.ms) for peer in final.peers] == [("peer", 9.0)] for final in finals)
+    return list(finals)
 
 
 def test_ties_get_more_samples_scaled_to_the_common_clock(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # The second and the first change places, at half the clock; the third was too far behind.
-    one, other, third = timed(monkeypatch, [0.5, 0.51, 0.525], [1.02, 1.0])
-    assert (one.ms, other.ms, third.ms) == pytest.approx((0.51, 0.5, 0.525))
-    assert (one.p20, other.p80) == pytest.approx((0.51, 0.5))
-    assert (one.samples, other.samples, third.samples) == (105, 105, 21)
+    first, other, third = timed(monkeypatch, [0.5, 0.51, 0.525], [1.02, 1.0])
+    assert (first.ms, other.ms, third.ms) == pytest.approx((0.51, 0.5, 0.525))
+    assert (first.p20, other.p80) == pytest.approx((0.51, 0.5))
+    assert (first.samples, other.samples, third.samples) == (105, 105, 21)
 
 
 def test_ties_are_timed_alone_if_the_clock_is_held_down(monkeypatch: pytest.MonkeyPatch) -> None:
     # Alone, the second has a higher clock than the first, and keeps its time in the common run.
-    one, other, third = timed(monkeypatch, [1.0, 1.02, 1.05], [2.08, 2.0], throttled=True)
-    assert (one.ms, other.ms, third.ms) == pytest.approx((1.04 * 1.02, 1.02, 1.05))
-    assert (one.samples, other.samples, third.samples) == (SUSTAINED_SAMPLES, SUSTAINED_SAMPLES, 21)
+    first, other, third = timed(monkeypatch, [1.0, 1.02, 1.05], [2.08, 2.0], throttled=True)
+    assert (first.ms, other.ms, third.ms) == pytest.approx((1.04 * 1.02, 1.02, 1.05))
+    assert (first.samples, other.samples, third.samples) == (SUSTAINED_SAMPLES, SUSTAINED_SAMPLES, 21)
 
 
 def test_long_kernels_are_timed_alone_at_any_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    one, other = timed(monkeypatch, [3.0, 3.06], [3.3, 3.0], alone=True)
-    assert (one.ms, other.ms) == pytest.approx((1.1 * 3.06, 3.06))
+    first, other = timed(monkeypatch, [3.0, 3.06], [3.3, 3.0], alone=True)
+    assert (first.ms, other.ms) == pytest.approx((1.1 * 3.06, 3.06))
 
 
 def test_many_ties_are_timed_alone_in_shorter_periods(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = timed(monkeypatch, [1.0] * 20, [1.0] * 20, throttled=True)
-    assert {one.samples for one in found} == {SUSTAINED_SAMPLES}
+    finals = timed(monkeypatch, [1.0] * 20, [1.0] * 20, throttled=True)
+    assert {final.samples for final in finals} == {SUSTAINED_SAMPLES}
 
 
 def test_slow_kernels_are_not_timed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [one.samples for one in timed(monkeypatch, [80.0, 80.0], [], throttled=True)] == [21, 21]
+    assert [final.samples for final in timed(monkeypatch, [80.0, 80.0], [], throttled=True)] == [21, 21]
 
 
 def test_throttling_in_the_common_run_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert all(one.throttled for one in timed(monkeypatch, [1.0, 1.0], [1.0, 1.0], throttled=True))
+    assert all(final.throttled for final in timed(monkeypatch, [1.0, 1.0], [1.0, 1.0], throttled=True))
 
 
 def test_clear_winners_and_slow_kernels_get_no_more_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [one.samples for one in timed(monkeypatch, [1.0, 1.05], [])] == [21, 21]
-    assert [one.samples for one in timed(monkeypatch, [100.0, 101.0], [])] == [21, 21]
-    assert [one.samples for one in timed(monkeypatch, [60.0, 60.0], [60.0, 60.0])] == [25, 25]
+    assert [final.samples for final in timed(monkeypatch, [1.0, 1.05], [])] == [21, 21]
+    assert [final.samples for final in timed(monkeypatch, [100.0, 101.0], [])] == [21, 21]
+    assert [final.samples for final in timed(monkeypatch, [60.0, 60.0], [60.0, 60.0])] == [25, 25]
 
 
 MASKED = msgspec.structs.replace(
@@ -173,8 +173,8 @@ class SharedFinals:
         monkeypatch.setattr(timed_runs, "kernel_run", self.kernel_run)
         monkeypatch.setattr(timed_runs, "BACKENDS", {"sdpa-math": SDPBackend.MATH})
 
-    def kernel_run(self, *given: Any) -> Any:
-        *_, candidate, _, _, tensors = given
+    def kernel_run(self, *arguments: Any) -> Any:
+        *_, candidate, _, _, tensors = arguments
         return candidate, tensors.side.bias
 
     def measure(self, runs: list[Any], _: object, *, rounds: int) -> tuple[Measurement, ...]:
@@ -194,14 +194,14 @@ class SharedFinals:
 def test_eligible_kernels_and_sdpa_are_timed_with_shared_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     made = SharedFinals(monkeypatch, [0.55, 0.5, 0.75, 0.5])
     monkeypatch.setattr(timed_runs, "MORE_MS", 0.0)
-    found = made.run(MASKED)
+    finals = made.run(MASKED)
     # Times of the first and the third differ from the fastest ones by more than noise.
-    assert [bool(one.shared) for one in found] == [False, True, False, True]
-    for one in (found[1], found[3]):
-        assert one.ms == 0.5
-        assert [peer.name for peer in one.peers] == ["sdpa-math", "unfused"]
+    assert [bool(final.shared) for final in finals] == [False, True, False, True]
+    for final in (finals[1], finals[3]):
+        assert final.ms == 0.5
+        assert [peer.name for peer in final.peers] == ["sdpa-math", "unfused"]
         # The peer's times are numbered by run.
-        assert one.shared == tuple(
+        assert final.shared == tuple(
             SharedTime(way, 0.25, (PeerTime("sdpa-math", 4.0 + number),))
             for number, way in enumerate(MaskSharing)
         )
@@ -225,8 +225,8 @@ def test_equivalent_sharings_and_other_problems_are_not_timed(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, object], ways: list[MaskSharing]
 ) -> None:
     made = SharedFinals(monkeypatch, [1.0])
-    (found,) = made.run(msgspec.structs.replace(MASKED, **changes))
-    assert [one.sharing for one in found.shared or ()] == ways
+    (final,) = made.run(msgspec.structs.replace(MASKED, **changes))
+    assert [time.sharing for time in final.shared or ()] == ways
     assert len(made.masks) == 1 + len(ways)
 
 
@@ -237,10 +237,10 @@ def test_backend_that_refuses_a_shared_mask_has_no_time(monkeypatch: pytest.Monk
         return q
 
     monkeypatch.setattr(sdpa, "masked_attention", refuses_rows)
-    (found,) = SharedFinals(monkeypatch, [1.0]).run(MASKED)
-    assert found.shared
-    for one in found.shared:
-        assert bool(one.peers) == (one.sharing is not MaskSharing.HEADS_AND_ROWS)
+    (final,) = SharedFinals(monkeypatch, [1.0]).run(MASKED)
+    assert final.shared
+    for time in final.shared:
+        assert bool(time.peers) == (time.sharing is not MaskSharing.HEADS_AND_ROWS)
 
 
 FEATURES: dict[str, dict[str, object]] = {
@@ -294,18 +294,18 @@ def test_feature_tensors_are_valid_for_kernels_and_baselines(name: str) -> None:
 
 def test_varlen_tensors_have_the_tokens_of_the_problem() -> None:
     problem = featured("packed")
-    one, other = (make_tensors(problem, torch.device("cpu")) for _ in range(2))
-    assert one.q.shape[2] == 150
-    assert one.side.cu_seqlens_q is not None
+    first, other = (make_tensors(problem, torch.device("cpu")) for _ in range(2))
+    assert first.q.shape[2] == 150
+    assert first.side.cu_seqlens_q is not None
     assert other.side.cu_seqlens_q is not None
-    assert one.side.cu_seqlens_q.tolist() == other.side.cu_seqlens_q.tolist()
-    assert one.side.cu_seqlens_q.diff().max() == problem.seqlen_q
+    assert first.side.cu_seqlens_q.tolist() == other.side.cu_seqlens_q.tolist()
+    assert first.side.cu_seqlens_q.diff().max() == problem.seqlen_q
 
 
 def test_pages_are_shuffled_deterministically() -> None:
     problem = featured("pages")
-    one, other = (make_tensors(problem, torch.device("cpu")).side.block_table for _ in range(2))
-    assert one is not None
+    first, other = (make_tensors(problem, torch.device("cpu")).side.block_table for _ in range(2))
+    assert first is not None
     assert other is not None
-    assert torch.equal(one, other)
-    assert (one[0].diff() != 1).any()
+    assert torch.equal(first, other)
+    assert (first[0].diff() != 1).any()

@@ -46,17 +46,17 @@ def backward(name: str) -> Problem:
 def test_backward_tensors_have_a_correct_output_and_empty_gradients(name: str) -> None:
     problem = backward(name)
     tensors = make_tensors(problem, CPU)
-    given = tensors.backward
-    assert given is not None
+    inputs = tensors.backward
+    assert inputs is not None
     out, lse = plain_attention(problem, tensors.q, tensors.k, tensors.v, tensors.side, tensors.scale)
-    torch.testing.assert_close(given.out.double(), out, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(given.lse.double(), lse, rtol=1e-4, atol=1e-5)
-    assert given.lse.is_contiguous()
-    for tensor, gradient in zip(given[:4], (given.dq, given.dk, given.dv, given.dout), strict=True):
+    torch.testing.assert_close(inputs.out.double(), out, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(inputs.lse.double(), lse, rtol=1e-4, atol=1e-5)
+    assert inputs.lse.is_contiguous()
+    for tensor, gradient in zip(inputs[:4], (inputs.dq, inputs.dk, inputs.dv, inputs.dout), strict=True):
         assert (gradient.shape, gradient.stride()) == (tensor.shape, tensor.stride())
-    assert (given.dbias is not None) == (problem.bias is Bias.ADDITIVE)
-    assert (given.dslopes is not None) == problem.alibi
-    assert given.dlse is None
+    assert (inputs.dbias is not None) == (problem.bias is Bias.ADDITIVE)
+    assert (inputs.dslopes is not None) == problem.alibi
+    assert inputs.dlse is None
 
 
 def test_forward_tensors_have_lse_only_if_needed() -> None:
@@ -70,15 +70,15 @@ def test_forward_tensors_have_lse_only_if_needed() -> None:
 
 def gradients(problem: Problem, tensors: Tensors) -> list[torch.Tensor]:
     """Gradients of a float64 computation by autograd, with those of a bias last."""
-    given = tensors.backward
-    assert given is not None
+    inputs = tensors.backward
+    assert inputs is not None
     leaves = [tensor.double().requires_grad_() for tensor in (tensors.q, tensors.k, tensors.v)]
     side = tensors.side
     if side.bias is not None:
         leaves.append(side.bias.double().requires_grad_())
         side = side._replace(bias=leaves[3])
     out, _ = plain_attention(problem, leaves[0], leaves[1], leaves[2], side, tensors.scale)
-    return list(torch.autograd.grad(out, leaves, given.dout.double()))
+    return list(torch.autograd.grad(out, leaves, inputs.dout.double()))
 
 
 @pytest.mark.parametrize("name", ["plain", "full", "window", "additive", "alibi", "deterministic"])
@@ -94,10 +94,10 @@ def test_baselines_are_timed_without_their_forward_pass(name: str, monkeypatch: 
     assert list(runs) == ["sdpa-math", "unfused"]
     for run in runs.values():
         run()
-        found = run()
-        assert isinstance(found, tuple)
-        for one, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(one.double(), other, rtol=1e-3, atol=1e-4)
+        computed = run()
+        assert isinstance(computed, tuple)
+        for gradient, other in zip(computed, expected, strict=True):
+            torch.testing.assert_close(gradient.double(), other, rtol=1e-3, atol=1e-4)
 
 
 def test_unfused_gradients_are_timed_if_scores_fit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,21 +132,21 @@ def test_sdpa_uses_the_same_dropout_rate() -> None:
 
 def test_backward_launch_receives_all_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = make_tensors(PROBLEM, CPU)
-    given: list[tuple[object, ...]] = []
+    launches: list[tuple[object, ...]] = []
     bound: list[tuple[object, ...]] = []
     monkeypatch.setattr(timed_runs, "render", lambda *_: None)
 
     def bind(*arguments: object) -> object:
         bound.append(arguments)
-        return lambda *values: given.append(values)
+        return lambda *values: launches.append(values)
 
     monkeypatch.setattr(timed_runs, "bind", bind)
     family, target = find_family("forward_q_outer"), find_target("h200")
     candidate = Candidate(family.name, family.default(forward_of(PROBLEM), target))
     timed_runs.kernel_run(PROBLEM, candidate, Specialization(), target, tensors)()
     assert bound == [(None, target, tensors.backward, tensors.side)]
-    assert isinstance(given[0][0], BackwardTensors)
-    assert given == [(tensors.backward, tensors.scale, tensors.side)]
+    assert isinstance(launches[0][0], BackwardTensors)
+    assert launches == [(tensors.backward, tensors.scale, tensors.side)]
 
 
 def test_training_lists_both_passes_of_each_problem_once() -> None:

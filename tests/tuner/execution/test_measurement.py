@@ -39,13 +39,13 @@ def slow_first_fixture(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("launches", [1, 2, 3])
 def test_equal_launches_have_equal_times_after_a_pause(launches: int) -> None:
-    found = timing.measure_interleaved([lambda: None] * launches, CPU, rounds=15)
-    assert [one.ms for one in found] == [1.0] * launches
+    measurements = timing.measure_interleaved([lambda: None] * launches, CPU, rounds=15)
+    assert [measurement.ms for measurement in measurements] == [1.0] * launches
 
 
 def test_every_launch_is_sampled_once_a_round() -> None:
-    found = timing.measure_interleaved([lambda: None] * 3, CPU, rounds=15)
-    assert [one.samples for one in found] == [15] * 3
+    measurements = timing.measure_interleaved([lambda: None] * 3, CPU, rounds=15)
+    assert [measurement.samples for measurement in measurements] == [15] * 3
 
 
 def test_sustained_launches_repeat_alone_in_both_orders(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,9 +63,9 @@ def test_sustained_launches_repeat_alone_in_both_orders(monkeypatch: pytest.Monk
 
     period = 4 * timing.BATCH
     monkeypatch.setattr(timing, "_batch", batch)
-    found = timing.measure_sustained(runs, CPU, seconds=4.5)
+    measurements = timing.measure_sustained(runs, CPU, seconds=4.5)
     # The clock is read once before a period and once before each batch.
     each = [period] * 4
     names = ["first", "second", "second", "first"]
     assert order == [name for name, count in zip(names, each, strict=True) for _ in range(count)]
-    assert [(one.samples, one.ms, one.p80) for one in found] == [(period, 1.0, 1.0)] * 2
+    assert [(row.samples, row.ms, row.p80) for row in measurements] == [(period, 1.0, 1.0)] * 2

@@ -223,14 +223,14 @@ def no_space(*_: object, **__: object) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def compile_without_space(problem: Problem, candidate: Candidate, *given: Any) -> Compiled:
+def compile_without_space(problem: Problem, candidate: Candidate, *rest: Any) -> Compiled:
     """Compiles with a disk that is full when Triton writes to it."""
     import triton
 
     from flashtune.tuner.execution.compile_pool import compile_candidate
 
     triton.compile = no_space
-    return compile_candidate(problem, candidate, *given)
+    return compile_candidate(problem, candidate, *rest)
 
 
 def kill_itself(*_: object) -> None:

@@ -77,10 +77,10 @@ def test_kernels_and_baselines_compute_equal_gradients(
     assert {"unfused"} < runs.keys()
     assert ("sdpa-efficient" in runs) == (kv_heads == 4)
     for name, run in runs.items():
-        found = run()
-        assert isinstance(found, tuple)
-        for one, other in zip(ours, found, strict=True):
-            torch.testing.assert_close(one, other, rtol=5e-2, atol=5e-2, msg=name)
+        computed = run()
+        assert isinstance(computed, tuple)
+        for gradient, other in zip(ours, computed, strict=True):
+            torch.testing.assert_close(gradient, other, rtol=5e-2, atol=5e-2, msg=name)
 
 
 @pytest.mark.parametrize("causal", [Causal.NONE, Causal.BOTTOM_RIGHT])
@@ -88,11 +88,11 @@ def test_kernels_and_baselines_compute_equal_gradients(
 def test_gradients_of_all_implementations_are_timed_interleaved(causal: Causal, deterministic: bool) -> None:
     problem = backward_of(a_problem(dtype=Dtype.BF16, seqlen_q=512, seqlen_kv=512, causal=causal))
     problem = msgspec.structs.replace(problem, deterministic=deterministic)
-    found = run_bench(problem, 0)
-    names = [row.name for row in found.rows]
-    assert names[0] == OURS, found.left_out
-    assert {"sdpa-flash", FLEX, UNFUSED} <= set(names), found.left_out
-    for row in found.rows:
+    bench = run_bench(problem, 0)
+    names = [row.name for row in bench.rows]
+    assert names[0] == OURS, bench.left_out
+    assert {"sdpa-flash", FLEX, UNFUSED} <= set(names), bench.left_out
+    for row in bench.rows:
         assert 0 < row.p20 <= row.ms <= row.p80
         assert row.error <= 1
         assert row.tflops == pytest.approx(problem.nominal_flops() / row.ms / 1e9)

@@ -113,10 +113,10 @@ def test_candidate_must_fit_every_kernel_of_the_launch() -> None:
     main, of_queries = (part.resources.sram_bytes for part in (parts[0], parts[2]))
     assert main < of_queries
     tight = msgspec.structs.replace(H200, sram_per_block=(main + of_queries) // 2)
-    found = compile_candidate(BACKWARD, Candidate(family.name, config), assumed, tight)
-    assert found.outcome is Outcome.INFEASIBLE
-    assert found.resources is not None
-    assert found.resources.sram_bytes == of_queries
+    compilation = compile_candidate(BACKWARD, Candidate(family.name, config), assumed, tight)
+    assert compilation.outcome is Outcome.INFEASIBLE
+    assert compilation.resources is not None
+    assert compilation.resources.sram_bytes == of_queries
 
 
 def test_forward_of_a_backward_problem() -> None:

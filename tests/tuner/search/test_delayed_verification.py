@@ -62,9 +62,9 @@ def test_winner_that_fails_with_delays_is_replaced(
     assert (latest.outcome, latest.measurement, latest.message) == (failure.outcome, None, failure.message)
 
     again = FakeMeasurer(by_tile, judged)
-    found = search(store, again)
-    assert found.best is not None
-    assert found.best.config == second.config
+    repeated = search(store, again)
+    assert repeated.best is not None
+    assert repeated.best.config == second.config
     assert again.seen == []
 
 
@@ -82,9 +82,9 @@ def test_winner_is_verified_with_delays_once(store: Store) -> None:
     assert verdict.worst_ratio == max(before.worst_ratio, LATE.worst_ratio)
     assert verdict.probes == (*(before.probes or ()), "random", DELAYS)
     again = FakeMeasurer(by_tile, lambda candidate: pytest.fail("proven twice"))
-    found = search(store, again)
-    assert found.best is not None
-    assert found.best.config == result.best.config
+    repeated = search(store, again)
+    assert repeated.best is not None
+    assert repeated.best.config == result.best.config
 
 
 def test_nothing_is_selected_if_all_fail_with_delays(store: Store) -> None:
@@ -101,7 +101,9 @@ def test_next_candidates_follow_if_all_finalists_fail(
 ) -> None:
     monkeypatch.setattr(finals, "FINALISTS", 2)
     wrong = ranked[:4]
-    measurer = FakeMeasurer(by_tile, lambda one: FAILURES[0] if one in wrong else _right_when_late(one))
+    measurer = FakeMeasurer(
+        by_tile, lambda candidate: FAILURES[0] if candidate in wrong else _right_when_late(candidate)
+    )
     result = search(store, measurer)
     assert result.best is not None
     assert result.best.config == ranked[4].config
@@ -131,10 +133,11 @@ def test_interrupt_during_delays_selects_among_the_finalists(
 
 
 def test_final_measurement_is_not_repeated_for_close_finalists(store: Store, ranked: list[Candidate]) -> None:
-    times = {candidate: 1.0 + 0.01 * place for place, candidate in enumerate(ranked)}
+    times = {candidate: 1.0 + 0.01 * index for index, candidate in enumerate(ranked)}
     wrong = ranked[:2]
     measurer = FakeMeasurer(
-        lambda one: right(times[one]), lambda one: FAILURES[0] if one in wrong else _right_when_late(one)
+        lambda candidate: right(times[candidate]),
+        lambda candidate: FAILURES[0] if candidate in wrong else _right_when_late(candidate),
     )
     result = search(store, measurer)
     assert len(measurer.entrants) == 1
@@ -147,7 +150,9 @@ def test_winner_is_verified_with_delays_without_final_measurement(
     store: Store, ranked: list[Candidate], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second, *_ = ranked
-    measurer = FakeMeasurer(by_tile, lambda one: FAILURES[0] if one == first else _right_when_late(one))
+    measurer = FakeMeasurer(
+        by_tile, lambda candidate: FAILURES[0] if candidate == first else _right_when_late(candidate)
+    )
     monkeypatch.setattr(measurer, "finals", lambda scope, candidates: done(()))
     result = search(store, measurer)
     assert measurer.delayed == [first, second]

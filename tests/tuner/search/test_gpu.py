@@ -139,10 +139,10 @@ def test_hanging_launch_is_timed_out(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.alone
 def test_times_exclude_host_time(device: torch.device) -> None:
     x = torch.empty(64 * 2**20, dtype=torch.int8, device=device)
-    one = measure(x.zero_, device)
+    measurement = measure(x.zero_, device)
     two = measure(lambda: (x.zero_(), x.zero_()), device)
-    assert two.ms == pytest.approx(2 * one.ms, rel=0.5)
-    assert one.p20 <= one.ms <= one.p80
+    assert two.ms == pytest.approx(2 * measurement.ms, rel=0.5)
+    assert measurement.p20 <= measurement.ms <= measurement.p80
 
 
 def test_a_slow_launch_is_dropped_after_a_few_samples(device: torch.device) -> None:
@@ -197,5 +197,5 @@ def test_final_measurement_times_shared_masks_and_sdpa(device: torch.device) -> 
     candidate = Candidate(family.name, family.default(problem, target))
     (measured,) = run_finals(problem, (candidate,), Specialization(), target, device, rounds=5)
     assert measured.shared
-    assert [one.sharing for one in measured.shared] == list(MaskSharing)
-    assert all(one.ms > 0 and one.peers for one in measured.shared)
+    assert [shared_time.sharing for shared_time in measured.shared] == list(MaskSharing)
+    assert all(shared_time.ms > 0 and shared_time.peers for shared_time in measured.shared)

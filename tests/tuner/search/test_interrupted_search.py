@@ -40,7 +40,7 @@ def stored(database: Path) -> int:
 
 def members(session: int) -> list[int]:
     """The processes of a session that still run."""
-    found = []
+    processes = []
     for folder in Path("/proc").iterdir():
         if not folder.name.isdigit():
             continue
@@ -49,8 +49,8 @@ def members(session: int) -> list[int]:
         except OSError:
             continue
         if int(fields[3]) == session and fields[0] not in "ZX":
-            found.append(int(folder.name))
-    return found
+            processes.append(int(folder.name))
+    return processes
 
 
 def wait_for_records(process: subprocess.Popen[str], database: Path, count: int) -> None:

@@ -34,14 +34,14 @@ LONG = a_problem(seqlen_q=4096, seqlen_kv=4096, heads=16, kv_heads=16)
 
 
 def search(
-    store: Store, factors: dict[str, float], trials: int = 60, families: tuple[str, ...] = (), **given: Any
+    store: Store, factors: dict[str, float], trials: int = 60, families: tuple[str, ...] = (), **workers: Any
 ) -> tuple[SearchResult, FakeMeasurer]:
     """A search in which a candidate takes its predicted time, times its family's factor."""
     measurer = FakeMeasurer(lambda candidate: timed(candidate, factors.get(candidate.family, 1.0)))
     request = SearchRequest(
         problem=LONG, target=H200, device=0, budget=Budget(trials, None, None), families=families
     )
-    equipment = SearchWorkers(FakeCompiler(compiled), given.get("measurer", measurer), 2)
+    equipment = SearchWorkers(FakeCompiler(compiled), workers.get("measurer", measurer), 2)
     return run_search(request, store, equipment=equipment), measurer
 
 

@@ -27,8 +27,8 @@ from tests.tuner.search.small_search import SIZE, search
 
 def test_repeated_search_resumes(store: Store) -> None:
     first = FakeMeasurer(by_tile)
-    one = search(store, first, budget=Budget(10, None, None))
-    assert one.stop is Stop.TRIALS
+    result = search(store, first, budget=Budget(10, None, None))
+    assert result.stop is Stop.TRIALS
     assert len(first.seen) == 10
     second = FakeMeasurer(by_tile)
     two = search(store, second)
@@ -41,10 +41,10 @@ def test_repeated_search_resumes(store: Store) -> None:
 
 
 def test_search_without_trials_times_known_records_again(store: Store) -> None:
-    one = search(store, FakeMeasurer(by_tile))
-    assert one.best is not None
-    assert one.best.measurement is not None
-    slower = one.best.measurement.ms * 2
+    result = search(store, FakeMeasurer(by_tile))
+    assert result.best is not None
+    assert result.best.measurement is not None
+    slower = result.best.measurement.ms * 2
 
     def in_twice_the_time(candidate: Candidate) -> Evaluation:
         return right(2 * (by_tile(candidate).measurement or a_measurement(1.0)).ms)
@@ -54,7 +54,7 @@ def test_search_without_trials_times_known_records_again(store: Store) -> None:
     assert two.stop is Stop.SECONDS
     assert measurer.seen == []
     (selected,) = store.selections()
-    assert selected.record.config == one.best.config
+    assert selected.record.config == result.best.config
     assert selected.record.ms == slower
 
 

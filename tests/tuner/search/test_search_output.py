@@ -238,10 +238,10 @@ def test_dry_run_describes_the_search_and_creates_no_files(own_database: Path) -
 
 @pytest.mark.slow
 def test_verbosity_options() -> None:
-    usual = CliRunner().invoke(main, [*ARGUMENTS])
-    assert usual.exit_code == 0, usual.output
-    assert "flashtune: about 2 of " in usual.stderr
-    assert "searching" in usual.stderr
+    default = CliRunner().invoke(main, [*ARGUMENTS])
+    assert default.exit_code == 0, default.output
+    assert "flashtune: about 2 of " in default.stderr
+    assert "searching" in default.stderr
     silent = CliRunner().invoke(main, [*ARGUMENTS, "--trials", "3", "--quiet"])
     assert silent.stderr == ""
     assert silent.stdout.startswith("problem")
@@ -322,8 +322,8 @@ def test_cached_compilations_are_excluded_from_the_usual_time(result: SearchResu
     assert best is not None
 
     def taking(*seconds: float) -> list[Record]:
-        resources = (Resources(1024, compile_seconds=one) for one in seconds)
-        return [msgspec.structs.replace(best, resources=one) for one in resources]
+        resources = (Resources(1024, compile_seconds=value) for value in seconds)
+        return [msgspec.structs.replace(best, resources=resource) for resource in resources]
 
     assert usual_compile_seconds(taking(0.001, 0.002, 0.003, 1.0, 3.0, 2.0)) == 2.0
     assert usual_compile_seconds(()) > 0

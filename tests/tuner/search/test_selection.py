@@ -68,9 +68,9 @@ def test_further_ties_are_broken_by_registers_then_config_order() -> None:
 
 
 def test_selection_of_a_tie_does_not_depend_on_noise() -> None:
-    one = [a_record(1.000, spread=0.02, warps=4), a_record(1.002, spread=0.02, warps=8)]
+    tied = [a_record(1.000, spread=0.02, warps=4), a_record(1.002, spread=0.02, warps=8)]
     other = [a_record(1.002, spread=0.02, warps=4), a_record(1.000, spread=0.02, warps=8)]
-    first, second = select(one), select(other)
+    first, second = select(tied), select(other)
     assert first is not None
     assert second is not None
     assert first.config == second.config
@@ -91,9 +91,9 @@ def test_unverified_record_is_not_selected(record: Record) -> None:
 
 
 def test_predictions_tie_only_when_equal() -> None:
-    one = a_record(1.0, provenance=Provenance.PREDICTED, verdict=None, sram=9000)
+    record = a_record(1.0, provenance=Provenance.PREDICTED, verdict=None, sram=9000)
     other = a_record(1.0001, provenance=Provenance.PREDICTED, verdict=None, sram=10)
-    assert select([one, other]) is one
+    assert select([record, other]) is record
 
 
 def test_finalists_are_within_a_factor_of_the_best() -> None:

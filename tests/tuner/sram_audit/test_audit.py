@@ -110,9 +110,9 @@ def a_config(**fields: object) -> QOuterConfig:
 def test_model_is_a_close_lower_bound(target: Target, alignment: Alignment) -> None:
     problem, config, assumed = a_problem(64), a_config(), Specialization(alignment)
     modelled = sum(item.bytes for item in FAMILY.sram_items(problem, config, target, assumed))
-    found = read_resources(render(FAMILY, problem, config, assumed), target)
-    assert modelled <= found.sram_bytes <= 1.1 * modelled + 16384
-    assert FAMILY.tensor_memory_columns(problem, config, target) <= found.tensor_memory_columns
+    resources = read_resources(render(FAMILY, problem, config, assumed), target)
+    assert modelled <= resources.sram_bytes <= 1.1 * modelled + 16384
+    assert FAMILY.tensor_memory_columns(problem, config, target) <= resources.tensor_memory_columns
 
 
 # Share of the shipped records whose model lacks at most 1 KiB. For some configs of these families, Triton
@@ -136,7 +136,7 @@ def test_models_know_the_sram_of_shipped_kernels(name: str) -> None:
             )
             short.append(record.resources.sram_bytes - sum(item.bytes for item in modelled))
     assert min(short) >= 0
-    assert sum(one <= 1024 for one in short) >= MODELLED.get(name, 1.0) * len(short)
+    assert sum(difference <= 1024 for difference in short) >= MODELLED.get(name, 1.0) * len(short)
 
 
 def items(target: Target, config: QOuterConfig, problem: Problem, assumed: Specialization) -> dict[str, int]:
@@ -144,8 +144,8 @@ def items(target: Target, config: QOuterConfig, problem: Problem, assumed: Speci
 
 
 def test_items_have_descriptive_names() -> None:
-    found = items(H100, a_config(num_stages=3), a_problem(128), Specialization())
-    assert found == {"q": 16384, "k, 3 in flight": 49152, "v, 3 in flight": 49152}
+    by_name = items(H100, a_config(num_stages=3), a_problem(128), Specialization())
+    assert by_name == {"q": 16384, "k, 3 in flight": 49152, "v, 3 in flight": 49152}
     assert items(find_target("a100"), a_config(num_stages=3), a_problem(64), Specialization()) == {
         "q": 8192,
         "k, 2 in flight": 16384,

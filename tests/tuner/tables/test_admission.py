@@ -107,13 +107,13 @@ def test_impossible_times_with_shared_masks_are_refused(
     assert table is not None
     biased = family == "forward_masked"
     record = next(
-        one
-        for one in table.records
-        if one.family == family and (one.problem.bias is not Bias.NONE) is biased and one.problem.heads > 1
+        row
+        for row in table.records
+        if row.family == family and (row.problem.bias is not Bias.NONE) is biased and row.problem.heads > 1
     )
     shared = SharedTime(sharing, ms, (PeerTime("sdpa-cudnn", 1.0),))
-    found = why_refused(changed(record, "measurement", shared=(shared,)))
-    assert (reason in found) if reason else (found == "")
+    refusal = why_refused(changed(record, "measurement", shared=(shared,)))
+    assert (reason in refusal) if reason else (refusal == "")
 
 
 @pytest.mark.parametrize(("part", "changes", "reason"), REFUSED)
@@ -159,7 +159,7 @@ def test_merge_skips_refused_selections(tmp_path: Path) -> None:
         with pytest.warns(UnreadableRecord, match="1 selections of .* were left out: .* no window"):
             counts = store.merge_from(str(tmp_path / "theirs.sqlite"), why_refused)
         assert counts.selections_added == 1
-        assert [found.record for found in store.selections()] == [good]
+        assert [selection.record for selection in store.selections()] == [good]
 
 
 def test_baseline_requires_a_supported_problem() -> None:
@@ -277,7 +277,7 @@ def test_receipts_without_probes_and_impossible_times_of_other_versions_are_refu
     table = shipped_table("nvidia-h200")
     assert table is not None
     timed = table.times[0].problem
-    whole = part_of(table, {one.problem for one in table.records if one.problem.key == timed})
+    whole = part_of(table, {record.problem for record in table.records if record.problem.key == timed})
     receipts, times = whole.receipts[:1], whole.times[:1]
     if part == "receipts":
         bare = msgspec.structs.replace(receipts[0].verdict, probes=msgspec.UNSET)

@@ -44,9 +44,9 @@ def a_record(**fields: object) -> Record:
 def test_table_contains_both_passes_of_a_shape() -> None:
     record = a_record()
     data = dump_table(TunedTable(target=TARGET.name, records=(record,)))
-    (found,) = parse_table(data, "a table").records
-    assert found == record
-    assert found.problem.key.startswith("backward_bf16_d64")
+    (parsed,) = parse_table(data, "a table").records
+    assert parsed == record
+    assert parsed.problem.key.startswith("backward_bf16_d64")
 
 
 @pytest.mark.slow

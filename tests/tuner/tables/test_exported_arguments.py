@@ -32,7 +32,7 @@ def constants_of(
         pairs = zip(function.params, arguments, strict=True)
         ones = [parameter for parameter, value in pairs if type(value) is int and value == 1]
         assert ones
-        constants[function.__name__] = [one.name for one in ones if not one.do_not_specialize]
+        constants[function.__name__] = [param.name for param in ones if not param.do_not_specialize]
 
     monkeypatch.setattr(JITFunction, "run", run)
     with testing.fake_gpu("h200"):

@@ -45,8 +45,8 @@ def test_packed_sequences_with_groups_of_heads_use_no_new_parameter_of_torch(
     q, keys, values = torch.randn(10, 4, 8), torch.randn(10, 2, 8), torch.randn(10, 2, 8)
     starts = torch.tensor([0, 10], dtype=torch.int32)
     inputs = {"cu_seqlens_q": starts, "cu_seqlens_kv": starts}
-    one, two, three = (tensor.transpose(0, 1)[None] for tensor in (q, keys, values))
-    call = Call(one, two, three, 1.0, True, NO_WINDOW, inputs, longest=(10, 10))
+    first, two, three = (tensor.transpose(0, 1)[None] for tensor in (q, keys, values))
+    call = Call(first, two, three, 1.0, True, NO_WINDOW, inputs, longest=(10, 10))
     out = hub_dispatcher._packed(call)
     assert out.shape == (1, 4, 10, 8)
 
@@ -102,32 +102,32 @@ def test_torch_computes_captured_calls_without_lengths_on_the_host(
     table = torch.tensor([[2, 0, 4], [1, -1, -1], [-1, -1, -1]], dtype=torch.int32) if has_pages else None
     lengths = torch.tensor([9, 1, 0], dtype=torch.int32)
     k, v = (cache_of(lengths, table) for _ in "kv")
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "cache_seqlens": lengths,
         "block_table": table,
         "causal": True,
         "window_size": window,
         **features,
     }
-    expected = hub_dispatcher.flash_attn_with_kvcache(q, k, v, **given)
+    expected = hub_dispatcher.flash_attn_with_kvcache(q, k, v, **arguments)
     monkeypatch.setattr(hub_dispatcher, "_is_captured", lambda _: True)
     monkeypatch.setattr(hub_dispatcher, "_rows", None)
-    captured = hub_dispatcher.flash_attn_with_kvcache(q, k, v, **given)
+    captured = hub_dispatcher.flash_attn_with_kvcache(q, k, v, **arguments)
     assert expected.isfinite().all()
     torch.testing.assert_close(captured, expected)
 
 
 @pytest.mark.filterwarnings("ignore:no kernel of this package")
-@pytest.mark.parametrize(("known", "lengths"), [(None, [8, 8]), (5, [5, 5])])
+@pytest.mark.parametrize(("cache_seqlens", "lengths"), [(None, [8, 8]), (5, [5, 5])])
 def test_all_sequences_may_have_one_length(
-    monkeypatch: pytest.MonkeyPatch, known: int | None, lengths: list[int]
+    monkeypatch: pytest.MonkeyPatch, cache_seqlens: int | None, lengths: list[int]
 ) -> None:
     monkeypatch.setattr(hub_dispatcher, "find", lambda _: None)
     q, k, v = torch.randn(2, 1, 2, 8), torch.randn(4, 4, 1, 8), torch.randn(4, 4, 1, 8)
     table = torch.tensor([[2, 0], [1, 3]], dtype=torch.int32)
     out, expected = (
-        hub_dispatcher.flash_attn_with_kvcache(q, k, v, cache_seqlens=given, block_table=table)
-        for given in (known, torch.tensor(lengths, dtype=torch.int32))
+        hub_dispatcher.flash_attn_with_kvcache(q, k, v, cache_seqlens=argument, block_table=table)
+        for argument in (cache_seqlens, torch.tensor(lengths, dtype=torch.int32))
     )
     assert torch.equal(out, expected)
 

@@ -107,7 +107,7 @@ def test_mutated_tables_are_refused_or_verified(tmp_path: Path, fuzz_count: Fuzz
     assert len(accepted) > len(base)
     require_verified(list(accepted.values()))
     with open_store(db) as store:
-        require_verified([found.record for found in store.selections()])
+        require_verified([selection.record for selection in store.selections()])
 
 
 def a_check() -> Check:
@@ -172,13 +172,13 @@ def test_damaged_databases_are_refused_or_read(filled: Path, tmp_path: Path, fuz
                 shutil.copy(path, copy)
                 for log in ("-wal", "-shm", "-journal", ".lock"):
                     Path(f"{copy}{log}").unlink(missing_ok=True)
-                found = attempt(lambda: use(copy), f"seed {seed}, {name}")  # noqa: B023 - called at once
+                entries = attempt(lambda: use(copy), f"seed {seed}, {name}")  # noqa: B023 - called at once
                 if name == "reader":
-                    kept.append(-1 if found is None else len(found))
-        selected = [found.record for found in ours.selections()]
-    assert [reason for one in selected if (reason := why_not_selectable(one) or why_refused(one))] == []
+                    kept.append(-1 if entries is None else len(entries))
+        selected = [selection.record for selection in ours.selections()]
+    assert [reason for row in selected if (reason := why_not_selectable(row) or why_refused(row))] == []
     # Some are refused, some lose rows, some are whole: a fuzzer that sees one end tests nothing.
     assert -1 in kept
     assert whole in kept
     assert any(0 <= count < whole for count in kept)
-    dump_table(TunedTable(target=TARGET, records=tuple(one for one in selected if one.target == TARGET)))
+    dump_table(TunedTable(target=TARGET, records=tuple(row for row in selected if row.target == TARGET)))

@@ -59,8 +59,8 @@ def selections(gpu: str) -> dict[str, Record]:
     return {key: records[0] for key, records in by_problem(table.records).items()}
 
 
-def keys_of(known: tuple[Known, ...], gpu: str) -> set[str]:
-    return {problem.key for one in known if one.gpu == gpu for problem in parse_shape(one.shape)}
+def keys_of(exceptions: tuple[Known, ...], gpu: str) -> set[str]:
+    return {problem.key for row in exceptions if row.gpu == gpu for problem in parse_shape(row.shape)}
 
 
 def has_peers(problem: Problem) -> bool:
@@ -75,14 +75,14 @@ def has_peers(problem: Problem) -> bool:
 def estimate(record: Record, gpu: str) -> float | None:
     """The time in ms that dispatch would expect without the record, None without similar shapes."""
     target = find_target(gpu)
-    others = tuple(one for key, one in selections(gpu).items() if one.config and key != record.problem.key)
+    others = tuple(row for key, row in selections(gpu).items() if row.config and key != record.problem.key)
 
     def serves(other: Record) -> bool:
         family = find_family(other.family)
         return unsupported_reason(family, record.problem, target, record.specialization) is None
 
-    found = forecast(record.problem, others, target, serves)
-    return found[1].ms if found else None
+    expected = forecast(record.problem, others, target, serves)
+    return expected[1].ms if expected else None
 
 
 @pytest.mark.parametrize("gpu", GPUS)
@@ -133,11 +133,11 @@ def test_sdpa_serves_where_its_usual_backend_was_faster(gpu: str) -> None:
     lost = 0
     for record in selections(gpu).values():
         assert record.measurement is not None
-        peers = {one.name: one.ms for one in record.measurement.peers if one.name.startswith("sdpa-")}
-        usual = min(peers, key=lambda name: peers[name], default=None)
-        if usual is None or peers[usual] >= (1 - SHIPPED_LOSS) * record.measurement.ms:
+        peers = {peer.name: peer.ms for peer in record.measurement.peers if peer.name.startswith("sdpa-")}
+        fastest = min(peers, key=lambda name: peers[name], default=None)
+        if fastest is None or peers[fastest] >= (1 - SHIPPED_LOSS) * record.measurement.ms:
             continue
         selection = Selection(record=record, standing=VerificationStatus.TIMED)
         lost += 1
-        assert faster_peer(selection, record.problem, usual) == usual
+        assert faster_peer(selection, record.problem, fastest) == fastest
     assert lost

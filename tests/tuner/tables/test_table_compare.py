@@ -98,11 +98,11 @@ def test_shipped_selections_keep_the_speed_of_their_predecessors(path: Path) -> 
     changes = compare(before, shipped)
     assert len(changes) > 300
     timed = load(path.with_name(RENDERED_AGAIN), tuple[Retimed, ...]).rows
-    again = {(one.problem, one.new): one for one in timed}
-    assert all(one.new_ms <= 1.02 * one.old_ms for one in again.values())
-    found = [one for one in losses(changes) if not _keeps_its_config(one, again)]
-    assert [(one.problem, one.words) for one in found] == NOT_TAKEN_OVER
-    assert all(serves_any_tensors(one.old) for one in found)
+    again = {(retimed.problem, retimed.new): retimed for retimed in timed}
+    assert all(retimed.new_ms <= 1.02 * retimed.old_ms for retimed in again.values())
+    lost = [change for change in losses(changes) if not _keeps_its_config(change, again)]
+    assert [(change.problem, change.words) for change in lost] == NOT_TAKEN_OVER
+    assert all(serves_any_tensors(change.old) for change in lost)
 
 
 def _keeps_its_config(change: Change, again: dict[tuple[str, str], Retimed]) -> bool:
@@ -178,11 +178,11 @@ def pair() -> tuple[Record, Record]:
     """The two records of a problem: for contiguous tensors, and for any. Their kernels render here."""
     table = shipped_table("nvidia-h200")
     assert table is not None
-    configured = [one for one in table.records if one.config is not None]
+    configured = [record for record in table.records if record.config is not None]
     first, second = next(
         both
         for both in by_problem(configured).values()
-        if len(both) == 2 and all(one.kernel == digest_of(one) for one in both)
+        if len(both) == 2 and all(record.kernel == digest_of(record) for record in both)
     )
     return first, second
 

@@ -46,7 +46,7 @@ def record_of(family: str) -> Record:
     """The first shipped record of a family, with versions older than the current ones."""
     table = shipped_table(TARGET.name)
     assert table is not None
-    return next(one for one in table.records if one.family == family)
+    return next(record for record in table.records if record.family == family)
 
 
 def kernel_of(record: Record, *, of_sibling: bool = False) -> Kernel:
@@ -219,7 +219,7 @@ def test_failing_sibling_is_reported(
     assert done.exit_code == 1
     assert f"its sibling with lse: {words}" in " ".join(done.output.split())
     written = load_table(paths[1])
-    assert [one.digest for one in written.receipts] == [kernel_of(record).digest]
+    assert [receipt.digest for receipt in written.receipts] == [kernel_of(record).digest]
 
 
 def test_check_that_ran_out_of_memory_is_repeated_alone(
@@ -262,7 +262,7 @@ def test_a_kernel_that_fails_loses_its_earlier_receipt(
     machine.failing[kernel_of(record).digest] = "needle 7"
     assert run("--table", paths[1], "--write", paths[1]).exit_code == 1
     siblings = [kernel_of(record, of_sibling=True).digest]
-    assert [one.digest for one in load_table(paths[1]).receipts] == siblings
+    assert [receipt.digest for receipt in load_table(paths[1]).receipts] == siblings
 
 
 def test_a_kernel_that_fails_at_one_shape_has_no_receipt(machine: Machine, record: Record) -> None:
@@ -272,8 +272,8 @@ def test_a_kernel_that_fails_at_one_shape_has_no_receipt(machine: Machine, recor
     failing = kernel_of(record).digest
     machine.at_check = lambda: machine.failing.update({failing: next(results)})
     report = record_checks.verify_records([record, other], gpu=(0, TARGET))
-    assert [one.failed for one in report.results] == ["", "needle 7"]
-    assert [one.digest for one in report.on_gpu.receipts] == [kernel_of(record, of_sibling=True).digest]
+    assert [result.failed for result in report.results] == ["", "needle 7"]
+    assert [check.digest for check in report.on_gpu.receipts] == [kernel_of(record, of_sibling=True).digest]
 
 
 def test_times_are_written_with_the_current_versions(
@@ -301,18 +301,18 @@ def test_record_with_a_changed_kernel_takes_the_timed_kernel(
     assert run("--table", path, "--write", written, *(["--time"] if timed else [])).exit_code == 0
 
     table = load_table(written)
-    (found,) = table.records
+    (renewed,) = table.records
     if not timed:
-        assert found == earlier
+        assert renewed == earlier
         return
-    assert found.kernel == kernel_of(record).digest
-    assert found.versions == current_versions(record.family)
-    assert found.verdict is not None
-    assert found.verdict.passed
-    assert found.measurement == msgspec.structs.replace(MEASURED, peers=(PEER,))
-    assert found.resources == READ
+    assert renewed.kernel == kernel_of(record).digest
+    assert renewed.versions == current_versions(record.family)
+    assert renewed.verdict is not None
+    assert renewed.verdict.passed
+    assert renewed.measurement == msgspec.structs.replace(MEASURED, peers=(PEER,))
+    assert renewed.resources == READ
     assert table.times == ()
-    assert [one.digest for one in table.receipts] == [kernel_of(record, of_sibling=True).digest]
+    assert [receipt.digest for receipt in table.receipts] == [kernel_of(record, of_sibling=True).digest]
 
 
 def test_record_with_an_equal_kernel_takes_the_template_version(
@@ -324,10 +324,10 @@ def test_record_with_an_equal_kernel_takes_the_template_version(
     path.write_bytes(dump_table(TunedTable(target=TARGET.name, records=(earlier,))))
     assert run("--table", path, "--write", written, "--time").exit_code == 0
     table = load_table(written)
-    (found,) = table.records
-    assert (found.versions, found.measurement) == (here, record.measurement)
+    (renewed,) = table.records
+    assert (renewed.versions, renewed.measurement) == (here, record.measurement)
     assert (machine.timed, table.times) == ([], ())
-    assert [one.digest for one in table.receipts] == [kernel_of(record, of_sibling=True).digest]
+    assert [receipt.digest for receipt in table.receipts] == [kernel_of(record, of_sibling=True).digest]
 
 
 def test_record_with_a_changed_kernel_is_renewed_by_a_second_run(
@@ -342,13 +342,13 @@ def test_record_with_a_changed_kernel_is_renewed_by_a_second_run(
     done = run("--table", written, "--write", written, "--time", "--missing")
     assert done.exit_code == 0, done.output
     assert machine.checked == []
-    (found,) = load_table(written).records
-    assert (found.kernel, found.versions) == (kernel_of(record).digest, current_versions(record.family))
-    assert found.verdict is not None
-    assert found.verdict.passed
-    assert found.measurement == msgspec.structs.replace(MEASURED, peers=(PEER,))
+    (renewed,) = load_table(written).records
+    assert (renewed.kernel, renewed.versions) == (kernel_of(record).digest, current_versions(record.family))
+    assert renewed.verdict is not None
+    assert renewed.verdict.passed
+    assert renewed.measurement == msgspec.structs.replace(MEASURED, peers=(PEER,))
     siblings = [kernel_of(record, of_sibling=True).digest]
-    assert [one.digest for one in load_table(written).receipts] == siblings
+    assert [receipt.digest for receipt in load_table(written).receipts] == siblings
     # Nothing is left to be done.
     assert run("--table", written, "--write", written, "--time", "--missing").exit_code == 0
     assert (machine.checked, len(machine.timed)) == ([], 1)
@@ -361,14 +361,14 @@ def test_record_of_current_versions_takes_missing_shared_mask_times(
 ) -> None:
     table = shipped_table(TARGET.name)
     assert table is not None
-    present = [one for one in table.records if one.config is not None and one.kernel == digest_of(one)]
-    masked = next(one for one in present if timed_ways(one.problem))
-    unmasked = next(one for one in present if one.family == "forward_hopper" and not timed_ways(one.problem))
+    present = [row for row in table.records if row.config is not None and row.kernel == digest_of(row)]
+    masked = next(row for row in present if timed_ways(row.problem))
+    unmasked = next(row for row in present if row.family == "forward_hopper" and not timed_ways(row.problem))
     assert masked.measurement is not None
     measurement = msgspec.structs.replace(masked.measurement, shared=msgspec.UNSET)
     masked, plain = (
-        msgspec.structs.replace(one, versions=current_versions(one.family))
-        for one in (msgspec.structs.replace(masked, measurement=measurement), unmasked)
+        msgspec.structs.replace(record, versions=current_versions(record.family))
+        for record in (msgspec.structs.replace(masked, measurement=measurement), unmasked)
     )
     if template is not None:
         # Another version of the template, which renders the same kernel.
@@ -381,16 +381,16 @@ def test_record_of_current_versions_takes_missing_shared_mask_times(
 
     assert done.exit_code == 0, done.output
     assert machine.timed == ([masked.problem.key] if timed else [])
-    found = {one.problem: one.measurement for one in load_table(written).records}
+    measurements = {record.problem: record.measurement for record in load_table(written).records}
     # The time that was measured next to the peers stays.
     kept = msgspec.structs.replace(measurement, shared=SHARED if timed else msgspec.UNSET)
-    assert found == {masked.problem: kept, plain.problem: plain.measurement}
+    assert measurements == {masked.problem: kept, plain.problem: plain.measurement}
     assert load_table(written).times == ()
     if timed:
         machine.checked.clear()
         assert run("--table", written, "--write", written, "--time", "--missing").exit_code == 0
         assert (machine.checked, len(machine.timed)) == ([], 1)
-        assert {one.problem: one.measurement for one in load_table(written).records} == found
+        assert {record.problem: record.measurement for record in load_table(written).records} == measurements
 
 
 def test_changed_kernel_that_a_search_rejects_is_not_timed(
@@ -422,7 +422,7 @@ def test_machine_error_ends_the_run_after_writing_results(
 
     assert result.exit_code == 1
     assert "the disk is full: free some space" in result.output
-    assert {one.digest for one in load_table(paths[1]).receipts} == {
+    assert {receipt.digest for receipt in load_table(paths[1]).receipts} == {
         kernel_of(record, of_sibling=lse).digest for lse in (False, True)
     }
 
@@ -437,7 +437,7 @@ def test_record_of_current_versions_is_not_timed(machine: Machine, record: Recor
 def test_failed_kernel_is_not_timed(machine: Machine, record: Record) -> None:
     machine.failing[kernel_of(record).digest] = "needle 7"
     report = record_checks.verify_records([record], gpu=(0, TARGET), timed=True)
-    assert [one.failed for one in report.failures] == ["needle 7"]
+    assert [result.failed for result in report.failures] == ["needle 7"]
     assert machine.timed == []
 
 
@@ -454,7 +454,7 @@ def test_missing_skips_existing_evidence(machine: Machine, record: Record, paths
     assert "no interpreter runs" not in again.output
     assert machine.timed == [record.problem.key]
     receipts = load_table(written).receipts
-    assert {one.digest for one in receipts} == {
+    assert {receipt.digest for receipt in receipts} == {
         kernel_of(record, of_sibling=lse).digest for lse in (False, True)
     }
 
@@ -468,14 +468,14 @@ def test_missing_repeats_checks_without_a_probe_or_the_gpu(
 ) -> None:
     done = record_checks.verify_records([record], gpu=(0, TARGET)).on_gpu.receipts
     first = msgspec.structs.replace(done[0], verdict=msgspec.structs.replace(done[0].verdict, **changes))
-    known = TunedTable(target=TARGET.name, records=(record,), receipts=(first, done[1]))
+    table = TunedTable(target=TARGET.name, records=(record,), receipts=(first, done[1]))
     machine.checked.clear()
-    record_checks.verify_records([record], gpu=(0, TARGET), known=known)
+    record_checks.verify_records([record], gpu=(0, TARGET), table=table)
     assert machine.checked == [kernel_of(record).specialization.lse]
 
 
 def test_signal_writes_finished_results(machine: Machine, record: Record, paths: tuple[Path, Path]) -> None:
-    usual = signal.getsignal(signal.SIGTERM)
+    handler = signal.getsignal(signal.SIGTERM)
     ended = iter([False, True])
 
     def stop() -> None:
@@ -487,7 +487,7 @@ def test_signal_writes_finished_results(machine: Machine, record: Record, paths:
     assert done.exit_code == 130
     assert len(load_table(paths[1]).receipts) == 2
     assert machine.timed == []
-    assert signal.getsignal(signal.SIGTERM) is usual
+    assert signal.getsignal(signal.SIGTERM) is handler
 
 
 class Late(Machine):
@@ -509,7 +509,7 @@ def test_time_limit_writes_finished_results_and_the_resume_command(
     assert done.exit_code == 1
     assert "1 more were not reached" in done.output
     assert f"continue with --missing --table {paths[1]}" in done.output
-    assert [one.digest for one in load_table(paths[1]).receipts] == [kernel_of(record).digest]
+    assert [receipt.digest for receipt in load_table(paths[1]).receipts] == [kernel_of(record).digest]
     late.checked.clear()
     done = run("--table", paths[1], "--write", paths[1], "--missing", "--seconds", "100")
     assert done.exit_code == 0, done.output

@@ -80,14 +80,14 @@ marks = st.sampled_from([",", "=", "|", "..", " ", "", "\n", "\x00", "٣", "1_0"
 @given(st.one_of(st.text(max_size=80), st.lists(st.one_of(words, marks), max_size=30).map("".join)))
 def test_any_text_is_parsed_or_refused_in_one_sentence(text: str) -> None:
     try:
-        found = parse_shape(text)
+        parsed = parse_shape(text)
     except UsageError as error:
         sentence = str(error)
-        found = ()
+        parsed = ()
     else:
         sentence = ""
-        assert found
-    assert all(isinstance(problem, Problem) for problem in found)
+        assert parsed
+    assert all(isinstance(problem, Problem) for problem in parsed)
     assert "\n" not in sentence
 
 

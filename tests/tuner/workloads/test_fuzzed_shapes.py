@@ -38,8 +38,8 @@ def random_shape(seed: int) -> str:
         parts.pop(chance.randrange(len(parts)))
     text = ",".join(parts)
     if chance.random() < 0.2:
-        place = chance.randrange(len(text) + 1)
-        text = text[:place] + chance.choice(PIECES) + text[place + chance.randrange(3) :]
+        offset = chance.randrange(len(text) + 1)
+        text = text[:offset] + chance.choice(PIECES) + text[offset + chance.randrange(3) :]
     return text
 
 

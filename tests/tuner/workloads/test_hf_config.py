@@ -63,9 +63,9 @@ LLAMA = {
     ],
 )
 def test_configs_of_many_model_types(tmp_path: Path, document: Any, expected: tuple[Any, ...]) -> None:
-    found = read_hf_config(write(tmp_path, document))
-    widths = (found.head_dim, found.value_head_dim)
-    assert (found.heads, found.kv_heads, *widths, found.dtype, found.causal) == expected
+    model = read_hf_config(write(tmp_path, document))
+    widths = (model.head_dim, model.value_head_dim)
+    assert (model.heads, model.kv_heads, *widths, model.dtype, model.causal) == expected
 
 
 GEMMA_3 = {**LLAMA, "model_type": "gemma3_text", "num_hidden_layers": 26, "sliding_window": 512}
@@ -97,8 +97,8 @@ TYPES = ["sliding_attention", "full_attention", "linear_attention", "sliding_att
     ],
 )
 def test_kinds_of_layers(tmp_path: Path, changes: dict[str, Any], kinds: tuple[Layers, ...]) -> None:
-    found = read_hf_config(write(tmp_path, {**LLAMA, "num_hidden_layers": 12, **changes}))
-    assert found.kinds == kinds
+    model = read_hf_config(write(tmp_path, {**LLAMA, "num_hidden_layers": 12, **changes}))
+    assert model.kinds == kinds
 
 
 def test_mla_of_a_config(tmp_path: Path) -> None:
@@ -109,8 +109,8 @@ def test_mla_of_a_config(tmp_path: Path) -> None:
         "v_head_dim": 128,
         "kv_lora_rank": 512,
     }
-    found = read_hf_config(write(tmp_path, document))
-    (problem,) = model_problems(found, DECODE)
+    model = read_hf_config(write(tmp_path, document))
+    (problem,) = model_problems(model, DECODE)
     assert (problem.head_dim, problem.value_head_dim, problem.kv_heads) == (576, 512, 1)
 
 

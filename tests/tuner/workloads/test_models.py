@@ -25,11 +25,11 @@ def test_table_has_unique_models_with_sources() -> None:
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
 def test_every_prefill_without_features_is_supported(model: ModelAttention) -> None:
-    found = model_problems(model, ModelSizes(seqlen="16384"))
-    assert len(found) == len(model.kinds)
-    assert {problem.dtype for problem in found} == {model.dtype}
+    problems = model_problems(model, ModelSizes(seqlen="16384"))
+    assert len(problems) == len(model.kinds)
+    assert {problem.dtype for problem in problems} == {model.dtype}
     family, target = find_family("forward_q_outer"), find_target("h200")
-    assert all(problem.features or family.supports(problem, target) is None for problem in found)
+    assert all(problem.features or family.supports(problem, target) is None for problem in problems)
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
@@ -42,15 +42,19 @@ def test_every_call_of_every_model_is_supported(model: ModelAttention) -> None:
 
 
 def test_prefill_of_a_named_model() -> None:
-    found = model_problems(find_model("Llama-3.1-8B"), ModelSizes(Phase.PREFILL, "1024..4096", "1|2", "fp16"))
-    assert len(found) == 6
-    assert {(problem.heads, problem.kv_heads, problem.head_dim) for problem in found} == {(32, 8, 128)}
-    assert all(problem.causal is Causal.BOTTOM_RIGHT and problem.dtype is Dtype.FP16 for problem in found)
+    problems = model_problems(
+        find_model("Llama-3.1-8B"), ModelSizes(Phase.PREFILL, "1024..4096", "1|2", "fp16")
+    )
+    assert len(problems) == 6
+    assert {(problem.heads, problem.kv_heads, problem.head_dim) for problem in problems} == {(32, 8, 128)}
+    assert all(problem.causal is Causal.BOTTOM_RIGHT and problem.dtype is Dtype.FP16 for problem in problems)
 
 
 def test_packed_prompts_have_the_total_number_of_tokens() -> None:
-    found = model_problems(find_model("llama-3.1-8b"), ModelSizes(batch="4", seqlen="1024|2048", packed=True))
-    assert [(problem.batch, problem.seqlen_q, problem.packed) for problem in found] == [
+    problems = model_problems(
+        find_model("llama-3.1-8b"), ModelSizes(batch="4", seqlen="1024|2048", packed=True)
+    )
+    assert [(problem.batch, problem.seqlen_q, problem.packed) for problem in problems] == [
         (4, 1024, 4096),
         (4, 2048, 8192),
     ]
@@ -68,8 +72,8 @@ def test_decode_reads_whole_pages() -> None:
     (problem,) = model_problems(find_model("llama-3.1-8b"), DECODE._replace(seqlen="1000", batch="16"))
     assert (problem.batch, problem.seqlen_q, problem.seqlen_kv, problem.page_size) == (16, 1, 1024, 16)
     assert problem.features == {Feature.PAGES}
-    found = model_problems(find_model("llama-3.1-8b"), DECODE._replace(seqlen="1000", page_size="0|64"))
-    assert [(problem.page_size, problem.seqlen_kv) for problem in found] == [(0, 1000), (64, 1024)]
+    problems = model_problems(find_model("llama-3.1-8b"), DECODE._replace(seqlen="1000", page_size="0|64"))
+    assert [(problem.page_size, problem.seqlen_kv) for problem in problems] == [(0, 1000), (64, 1024)]
 
 
 def of(name: str, sizes: ModelSizes = PREFILL) -> list[tuple[int, Problem]]:

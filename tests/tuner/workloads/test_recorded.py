@@ -35,23 +35,23 @@ def shape(seqlen: int, **changes: object) -> Problem:
 def test_calls_are_ordered_by_total_time() -> None:
     short, long = shape(64), shape(8192)
     rare = weigh((CallCount(short, ALIGNED, 100), CallCount(long, ALIGNED, 2)), H200)
-    assert [found.problem for found in rare] == [long, short]
+    assert [weighted.problem for weighted in rare] == [long, short]
     often = weigh((CallCount(short, ALIGNED, 10**7), CallCount(long, ALIGNED, 2)), H200)
-    assert [found.problem for found in often] == [short, long]
+    assert [weighted.problem for weighted in often] == [short, long]
     assert often[1] == WeightedProblem(long, 2, 2 * roofline(long, H200).bound_ms)
 
 
 def test_calls_of_a_problem_are_merged_over_specializations() -> None:
-    (found,) = weigh((CallCount(shape(64), ALIGNED, 2), CallCount(shape(64), UNALIGNED, 3)), H200)
-    assert found.calls == 5
+    (weighted,) = weigh((CallCount(shape(64), ALIGNED, 2), CallCount(shape(64), UNALIGNED, 3)), H200)
+    assert weighted.calls == 5
 
 
 def test_features_are_weighted() -> None:
     decode = shape(64, seqlen_q=1, seqlen_kv=4096, page_size=16)
     windowed = shape(4096, window_left=127)
     assert {
-        found.least_ms > 0
-        for found in weigh(tuple(CallCount(p, ALIGNED, 1) for p in (decode, windowed)), H200)
+        weighted.least_ms > 0
+        for weighted in weigh(tuple(CallCount(p, ALIGNED, 1) for p in (decode, windowed)), H200)
     }
     with pytest.raises(UsageError, match="chunks"):
         weigh((CallCount(shape(2**31 - 1, chunk=1), ALIGNED, 1),), H200)
@@ -79,11 +79,11 @@ def test_any_recorded_problem_is_weighted_or_refused_in_one_sentence(
 ) -> None:
     posed = shape(1, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, batch=batch, chunk=chunk, window_left=left)
     try:
-        (found,) = weigh((CallCount(posed, ALIGNED, 1),), H200)
+        (weighted,) = weigh((CallCount(posed, ALIGNED, 1),), H200)
     except UsageError as error:
         assert "chunks" in str(error)  # noqa: PT017
         return
-    assert found.least_ms >= 0
+    assert weighted.least_ms >= 0
 
 
 @pytest.fixture

@@ -37,20 +37,20 @@ def test_omitted_keys_have_defaults() -> None:
 
 
 def test_ranges_double_and_lists_are_combined() -> None:
-    found = parse_shape("heads=16,seqlen=512..4096,head_dim=64|128,dtype=bf16|fp16,causal=none|top_left")
-    assert len(found) == 4 * 2 * 2 * 2
-    assert sorted({problem.seqlen_q for problem in found}) == [512, 1024, 2048, 4096]
-    assert {problem.causal for problem in found} == {Causal.NONE, Causal.TOP_LEFT}
+    problems = parse_shape("heads=16,seqlen=512..4096,head_dim=64|128,dtype=bf16|fp16,causal=none|top_left")
+    assert len(problems) == 4 * 2 * 2 * 2
+    assert sorted({problem.seqlen_q for problem in problems}) == [512, 1024, 2048, 4096]
+    assert {problem.causal for problem in problems} == {Causal.NONE, Causal.TOP_LEFT}
 
 
 def test_list_may_contain_ranges_and_duplicates() -> None:
-    found = parse_shape("heads=1,seqlen=64|128..512|512,head_dim=64")
-    assert [problem.seqlen_q for problem in found] == [64, 128, 256, 512]
+    problems = parse_shape("heads=1,seqlen=64|128..512|512,head_dim=64")
+    assert [problem.seqlen_q for problem in problems] == [64, 128, 256, 512]
 
 
 def test_tokens_fix_the_product_of_batch_and_length() -> None:
-    found = parse_shape("heads=16,seqlen=128..16384,head_dim=128,tokens=16384")
-    assert {problem.batch * problem.seqlen_q for problem in found} == {16384}
+    problems = parse_shape("heads=16,seqlen=128..16384,head_dim=128,tokens=16384")
+    assert {problem.batch * problem.seqlen_q for problem in problems} == {16384}
 
 
 def test_lengths_of_queries_and_keys_may_differ() -> None:
@@ -121,8 +121,8 @@ def test_quantized_dtypes_are_parsed_like_others() -> None:
 
 
 def test_a_window_bounds_one_side_or_both() -> None:
-    found = parse_shape("heads=1,seqlen=2048,head_dim=64,window=1023|127:1|127:0|:9|0")
-    assert [(problem.window_left, problem.window_right, problem.causal) for problem in found] == [
+    problems = parse_shape("heads=1,seqlen=2048,head_dim=64,window=1023|127:1|127:0|:9|0")
+    assert [(problem.window_left, problem.window_right, problem.causal) for problem in problems] == [
         (1023, None, Causal.NONE),
         (127, 1, Causal.NONE),
         (127, None, Causal.BOTTOM_RIGHT),
@@ -133,7 +133,7 @@ def test_a_window_bounds_one_side_or_both() -> None:
 
 def test_features_combine_in_a_shape() -> None:
     # Paged caches always have lengths.
-    paged = [one.example for feature, one in FEATURES.items() if feature is not Feature.KV_LENGTHS]
+    paged = [row.example for feature, row in FEATURES.items() if feature is not Feature.KV_LENGTHS]
     (problem,) = parse_shape(f"heads=8,kv_heads=2,seqlen_q=2,seqlen_kv=9000,head_dim=64,{','.join(paged)}")
     assert set(Feature) - problem.features == {Feature.KV_LENGTHS}
 
@@ -153,10 +153,10 @@ def test_backward_pass_is_a_separate_shape() -> None:
 
 
 def test_lists_of_features_are_combined() -> None:
-    found = parse_shape(
+    problems = parse_shape(
         "heads=8,seqlen=64,head_dim=64,page_size=0|16|64,kv_dtype=none|int8,softcap=true|false"
     )
-    assert len(found) == 3 * 2 * 2
-    assert {problem.page_size for problem in found} == {0, 16, 64}
+    assert len(problems) == 3 * 2 * 2
+    assert {problem.page_size for problem in problems} == {0, 16, 64}
     one_scale = parse_shape("heads=8,seqlen=64,head_dim=64,kv_dtype=none|int8,kv_scale=head")
     assert [problem.kv_scale for problem in one_scale] == [KvScale.TENSOR, KvScale.HEAD]

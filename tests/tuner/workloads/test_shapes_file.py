@@ -26,10 +26,10 @@ def test_file_may_contain_text_json_and_comments(tmp_path: Path) -> None:
         "heads=4,seqlen=64,head_dim=64",
     ]
     file.write_text("\n".join(rows), encoding="utf-8")
-    found = read_shapes_file(file)
-    assert [candidate.heads for candidate in found] == [4, 4, 8, 2]
-    assert found[2].causal is Causal.BOTTOM_RIGHT
-    assert found[3] == problem
+    problems = read_shapes_file(file)
+    assert [candidate.heads for candidate in problems] == [4, 4, 8, 2]
+    assert problems[2].causal is Causal.BOTTOM_RIGHT
+    assert problems[3] == problem
 
 
 @pytest.mark.parametrize(

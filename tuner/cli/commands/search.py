@@ -246,12 +246,12 @@ def _refuse_failures(results: list[SearchResult]) -> None:
 
 
 @contextlib.contextmanager
-def observed(console: Console, place: Place, latest: list[Progress]) -> Iterator[Observer]:
+def observed(console: Console, position: Place, latest: list[Progress]) -> Iterator[Observer]:
     """Returns an observer that stores the latest progress, and shows it as the options require."""
     from flashtune.tuner.search.progress import finished_lines, shown
 
     with contextlib.ExitStack() as stack:
-        show = stack.enter_context(shown(console, place)) if shows_progress() else None
+        show = stack.enter_context(shown(console, position)) if shows_progress() else None
 
         def observe(progress: Progress) -> None:
             latest[:] = [progress]

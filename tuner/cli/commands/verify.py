@@ -126,7 +126,7 @@ def command(
                 require_gpu=require_gpu,
                 same_triton=same_triton,
                 allow_unproven=allow_unproven,
-                known=whole if missing else None,
+                table=whole if missing else None,
                 timed=timed,
                 runs=runs,
             )

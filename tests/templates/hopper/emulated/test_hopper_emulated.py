@@ -65,7 +65,9 @@ def worst_error(
     side = score_inputs(problem, lengths)
     batch, rows, keys = problem.batch, problem.seqlen_q, problem.seqlen_kv
     if lengths is not None:
-        starts = [torch.tensor([0, *itertools.accumulate(one)]).int() for one in zip(*lengths, strict=True)]
+        starts = [
+            torch.tensor([0, *itertools.accumulate(sizes)]).int() for sizes in zip(*lengths, strict=True)
+        ]
         batch, rows, keys = 1, int(starts[0][-1]) + spare, int(starts[1][-1]) + spare
         side = side._replace(cu_seqlens_q=starts[0], cu_seqlens_kv=starts[1])
     if problem.dropout:
@@ -91,10 +93,10 @@ def worst_error(
             assert side.seqlens_kv is not None
             for sequence, length in enumerate(side.seqlens_kv.tolist()):
                 tensor[sequence, :, length:] = math.nan
-    like = tuple(torch.empty(one.shape, dtype=torch.bfloat16, device="meta") for one in (q, k, v, out))
-    flat = tuple(one.flatten().numpy() for one in (q, k, v)), out.view(-1).numpy()
-    extra_inputs = tuple(one.numpy() for one in side.tensors)
-    numbers = tuple(one for one in side.numbers if one is not None)
+    like = tuple(torch.empty(tensor.shape, dtype=torch.bfloat16, device="meta") for tensor in (q, k, v, out))
+    flat = tuple(tensor.flatten().numpy() for tensor in (q, k, v)), out.view(-1).numpy()
+    extra_inputs = tuple(tensor.numpy() for tensor in side.tensors)
+    numbers = tuple(number for number in side.numbers if number is not None)
     workspaces: tuple[Array, ...] = ()
     memory = (*flat[0], flat[1])
     if side.bias is not None:
@@ -115,7 +117,7 @@ def worst_error(
 def score_inputs(problem: Problem, lengths: list[tuple[int, int]] | None) -> ExtraInputs:
     """Inputs of the features that change scores or masks: different for each head and sequence."""
     batch = problem.batch if lengths is None else len(lengths)
-    keys = [problem.seqlen_kv] * batch if lengths is None else [one[1] for one in lengths]
+    keys = [problem.seqlen_kv] * batch if lengths is None else [pair[1] for pair in lengths]
     side = NO_EXTRA_INPUTS
     if problem.kv_lengths:
         keys = [count * (index % 3 + 1) // 3 for index, count in enumerate(keys)]

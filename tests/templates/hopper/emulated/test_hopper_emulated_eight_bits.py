@@ -56,15 +56,18 @@ def worst_error(problem: Problem, config: dict[str, Any]) -> float:
     v, v_scale = drawn(problem.kv_heads, problem.seqlen_kv, problem.value_head_dim)
     scale = problem.head_dim**-0.5
     scaled_q, scaled_k, scaled_v = (
-        one * by[:, :, None, None] for one, by in ((q, q_scale), (k, k_scale), (v, v_scale))
+        tensor * by[:, :, None, None] for tensor, by in ((q, q_scale), (k, k_scale), (v, v_scale))
     )
     expected = plain_attention(problem, scaled_q, scaled_k, scaled_v, NO_EXTRA_INPUTS, scale)
     out = torch.full((*q.shape[:3], v.shape[3]), UNTOUCHED, dtype=torch.float64)
     lse = torch.full(q.shape[:3], UNTOUCHED, dtype=torch.float64)
     inputs = (q, k, in_order_of_weights(v))
-    like = (*(torch.empty(one.shape, dtype=E4M3, device="meta") for one in inputs), out.to("meta").bfloat16())
-    memory = (*(one.flatten().numpy() for one in inputs), out.view(-1).numpy())
-    scales = tuple(one.flatten().numpy() for one in (q_scale, k_scale, v_scale))
+    like = (
+        *(torch.empty(tensor.shape, dtype=E4M3, device="meta") for tensor in inputs),
+        out.to("meta").bfloat16(),
+    )
+    memory = (*(tensor.flatten().numpy() for tensor in inputs), out.view(-1).numpy())
+    scales = tuple(tensor.flatten().numpy() for tensor in (q_scale, k_scale, v_scale))
     emulate(kernel, like, memory, scales, lse.view(-1).numpy(), scale, 2)
     return largest_error((out, lse), expected)
 

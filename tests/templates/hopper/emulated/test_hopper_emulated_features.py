@@ -104,7 +104,7 @@ def test_random_features(fuzz_count: Callable[[int, int], int]) -> None:
         problem, lengths = a_feature_problem(chance)
         (config,) = sampled_configs(problem, 1, chance.randint(0, 10**6))
         kernel = render(FAMILY, problem, config, Specialization(lse=True))
-        if lengths is not None and not sum(one for one, _ in lengths):
+        if lengths is not None and not sum(queries for queries, _ in lengths):
             continue
         # A launch has no more programs than tiles.
         packs = problem.batch * problem.kv_heads * -(-problem.group_size // config.pack_gqa)

@@ -60,10 +60,10 @@ class Pools:
         pools = (
             [torch.full((*shape, width), math.nan, dtype=torch.float64)]
             if width
-            else [torch.full((*shape, one), math.nan, dtype=torch.float64) for one in (columns, values)]
+            else [torch.full((*shape, size), math.nan, dtype=torch.float64) for size in (columns, values)]
         )
         parts = [pools[0][..., :columns], pools[0][..., columns:]] if width else pools
-        self.views = [one if layout == "hnd" else one.transpose(1, 2) for one in parts]
+        self.views = [tensor if layout == "hnd" else tensor.transpose(1, 2) for tensor in parts]
         order = list(range(1, pages))
         random.Random(2).shuffle(order)
         self.table = torch.full((len(used), most), -1_000_000, dtype=torch.int32)
@@ -111,7 +111,7 @@ def worst_error(
     `passed` are the numbers of keys that the kernel is given where these are not the right ones.
     """
     chance = torch.Generator().manual_seed(3)
-    queries, keys = ([one[axis] for one in lengths] for axis in (0, 1))
+    queries, keys = ([pair[axis] for pair in lengths] for axis in (0, 1))
     pools = Pools(problem, keys, layout)
     side = ExtraInputs(seqlens_kv=torch.tensor(keys, dtype=torch.int32), block_table=pools.table)
     if problem.kv_dtype:
@@ -140,13 +140,13 @@ def worst_error(
         side = side._replace(seqlens_kv=torch.tensor(passed, dtype=torch.int32))
     stored = STORED_DTYPES[problem.kv_dtype] if problem.kv_dtype else torch.bfloat16
     like = tuple(
-        torch.empty_strided(one.shape, one.stride(), dtype=dtype, device="meta")
-        for one, dtype in zip(
+        torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="meta")
+        for tensor, dtype in zip(
             (q, *pools.views, out), (torch.bfloat16, stored, stored, torch.bfloat16), strict=True
         )
     )
     memory: tuple[Array, ...] = (q.flatten().numpy(), *pools.memory, out.view(-1).numpy())
-    extra_inputs = tuple(one.numpy() for one in side.tensors)
+    extra_inputs = tuple(tensor.numpy() for tensor in side.tensors)
     numbers = (1.5,) if problem.softcap else ()
     emulate(kernel, like, memory, extra_inputs, lse.reshape(-1), scale, programs, numbers=numbers)
     return largest_error((out, torch.from_numpy(lse)), expected, UNTOUCHED)

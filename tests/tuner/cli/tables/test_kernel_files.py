@@ -119,11 +119,11 @@ def test_file_names_differ_where_kernels_do(make_record: MakeRecord, problem: Pr
     record = make_record()
     wide = rendered(record, specialization=Specialization(Alignment.EIGHT, 64, lse=True))
     kernels = [
-        render(find_family(one.family), problem, one.config, one.specialization)
-        for one in (record, wide)
-        if one.config is not None
+        render(find_family(row.family), problem, row.config, row.specialization)
+        for row in (record, wide)
+        if row.config is not None
     ]
-    first, second = (file_name(one, kernel) for one, kernel in zip((record, wide), kernels, strict=True))
+    first, second = (file_name(row, kernel) for row, kernel in zip((record, wide), kernels, strict=True))
     assert first.startswith("forward_q_outer_bf16_d64_causal_bottom_right_m")
     assert "_align8_wide_lse_" in second
     assert len(kernel_files((record, wide))) == 2

@@ -141,8 +141,8 @@ def shipped(monkeypatch: pytest.MonkeyPatch, record: Record) -> Iterator[TunedTa
         measurement=Measurement(0.3, 0.3, 0.3, 9),
     )
     table = TunedTable(target=record.target, records=(other,), receipts=(check,), times=(time,))
-    for place in (module, lookup):
-        monkeypatch.setattr(place, "shipped_table", lambda name: table if name == table.target else None)
+    for importer in (module, lookup):
+        monkeypatch.setattr(importer, "shipped_table", lambda name: table if name == table.target else None)
     SESSION.reset()
     yield table
     SESSION.reset()
@@ -176,14 +176,14 @@ def test_shipped_receipts_of_all_drivers_count_without_a_driver(
         receipts=(receipt(record, str(record.kernel)),),
     )
     monkeypatch.setattr(lookup, "shipped_table", lambda name: table if name == table.target else None)
-    found = {}
+    standings = {}
     for driver in (NO_DRIVER, "999.2", "998.1"):
         here = msgspec.structs.replace(record.versions, driver=driver)
         for module_ in (lookup, listing):
             monkeypatch.setattr(module_, "current_versions", lambda family, here=here: here)
         (row,) = json.loads(run("show", "--shipped", "--json").stdout)
-        found[driver] = row["standing"]
-    assert found == {NO_DRIVER: "verified", "999.2": "verified", "998.1": "unproven"}
+        standings[driver] = row["standing"]
+    assert standings == {NO_DRIVER: "verified", "999.2": "verified", "998.1": "unproven"}
 
 
 def test_exported_part_of_a_shipped_table_contains_its_evidence(
@@ -208,8 +208,8 @@ def test_exported_part_of_a_shipped_table_contains_its_evidence(
     path = tmp_path / "part.json"
     done = run("export", "--shipped", "--shape", SHAPE, "--out", path)
     assert done.exit_code == 0, done.output
-    found = load_table(path)
-    assert (found.records, set(found.receipts), found.times) == ((record,), set(part), (time,))
+    exported = load_table(path)
+    assert (exported.records, set(exported.receipts), exported.times) == ((record,), set(part), (time,))
 
 
 def test_commands_and_dispatch_read_shipped_tables_alike(shipped: TunedTable, tmp_path: Path) -> None:

@@ -113,8 +113,8 @@ def test_default_strategy_is_nearer_to_the_best_than_others(empty: Path) -> None
     # Held-out optima are found for each table above.
     for table in TABLES[::2]:
         experience = experience_without(table, TABLES)
-        for policy, found in medians.items():
+        for policy, values in medians.items():
             runs = [replayed(table, experience, policy, seed, empty, JUDGED_SHARE) for seed in range(3)]
-            found.append(statistics.median(summarize(table, runs).judged))
-    means = {policy: statistics.mean(found) for policy, found in medians.items()}
+            values.append(statistics.median(summarize(table, runs).judged))
+    means = {policy: statistics.mean(values) for policy, values in medians.items()}
     assert means.pop("default") > max(means.values())

@@ -34,9 +34,9 @@ def test_neighbours_differ_on_one_axis_by_a_step() -> None:
 
 
 def test_inactive_axes_take_their_first_value() -> None:
-    found = changed(a_space(), loads=Loads.DESCRIPTOR, overlap_qk=True)
-    assert (("overlap_qk", False),) in found
-    assert (("loads", Loads.POINTER), ("overlap_qk", False)) in found
+    configs = changed(a_space(), loads=Loads.DESCRIPTOR, overlap_qk=True)
+    assert (("overlap_qk", False),) in configs
+    assert (("loads", Loads.POINTER), ("overlap_qk", False)) in configs
 
 
 def test_config_outside_the_space_has_neighbours_inside() -> None:

@@ -61,9 +61,9 @@ def test_enqueued_trials_come_first_in_order(scope: SearchTask) -> None:
 
 
 def test_known_results_are_told_to_the_sampler_and_not_proposed(scope: SearchTask) -> None:
-    known = {candidate: TrialResult(ms_of(candidate)) for candidate in list(scope.candidates())[:-1]}
-    proposer = DefaultStrategy(scope, (), alike(scope), known, seed=0)
-    assert len(trials_of(proposer)) == len(known)
+    results = {candidate: TrialResult(ms_of(candidate)) for candidate in list(scope.candidates())[:-1]}
+    proposer = DefaultStrategy(scope, (), alike(scope), results, seed=0)
+    assert len(trials_of(proposer)) == len(results)
     assert proposer.ask() == list(scope.candidates())[-1]
     assert proposer.ask() is None
 
@@ -112,7 +112,7 @@ def test_sampler_finds_the_best_faster_than_random_search() -> None:
     )
     ordered = sorted(scope.candidates(), key=ms_of)
     proposer = DefaultStrategy(scope, (), [Ranked(candidate, 1.0) for candidate in ordered[::-1]], {}, seed=3)
-    found = []
+    told = []
     for _ in range(60):
         candidate = proposer.ask()
         assert candidate is not None
@@ -120,11 +120,11 @@ def test_sampler_finds_the_best_faster_than_random_search() -> None:
         # A third of the space fails, as large tiles do.
         fails = getattr(config, "block_m", 0) == 512
         proposer.tell(candidate, TrialResult(None, excess=1.0) if fails else TrialResult(ms_of(candidate)))
-        found.append((fails, candidate))
-    right = [candidate for fails, candidate in found if not fails]
+        told.append((fails, candidate))
+    right = [candidate for fails, candidate in told if not fails]
     working = [candidate for candidate in ordered if getattr(candidate.config, "block_m", 0) != 512]
     assert min(map(working.index, right)) <= 2
-    late_failures = sum(fails for fails, _ in found[-20:])
+    late_failures = sum(fails for fails, _ in told[-20:])
     assert late_failures <= 6
 
 

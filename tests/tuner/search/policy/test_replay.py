@@ -66,10 +66,10 @@ def test_the_same_seed_replays_the_same_search(
     from flashtune.db.store import open_store
 
     table = a_table()
-    _, one = replayed(table, store, Budget(20, None, None), seed=3)
+    _, first = replayed(table, store, Budget(20, None, None), seed=3)
     with open_store(str(tmp_path_factory.mktemp("again") / "again.sqlite")) as other:
         _, two = replayed(table, other, Budget(20, None, None), seed=3)
-    assert one.tried == two.tried
+    assert first.tried == two.tried
 
 
 def test_trials_have_noise_and_final_measurements_do_not() -> None:

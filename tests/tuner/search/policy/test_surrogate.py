@@ -57,13 +57,13 @@ def test_outside_candidate_maps_to_the_nearest_free_one(pool: CandidateGrid) -> 
 
 def test_expected_improvement_is_largest_near_fast_candidates(pool: CandidateGrid) -> None:
     landscape = Surrogate(pool, [1.0] * len(pool.candidates), GpParams())
-    known: dict[int, float | None] = {
-        place: ms_of(candidate) for place, candidate in enumerate(pool.candidates) if place % 3 == 0
+    measured: dict[int, float | None] = {
+        index: ms_of(candidate) for index, candidate in enumerate(pool.candidates) if index % 3 == 0
     }
-    expected = landscape.expected_improvements(known, ())
-    unknown = [place for place in range(len(pool.candidates)) if place not in known]
-    order = sorted(unknown, key=lambda place: -expected[place])
-    ranks = [sorted(unknown, key=lambda place: ms_of(pool.candidates[place])).index(place) for place in order]
+    expected = landscape.expected_improvements(measured, ())
+    unknown = [index for index in range(len(pool.candidates)) if index not in measured]
+    order = sorted(unknown, key=lambda index: -expected[index])
+    ranks = [sorted(unknown, key=lambda other: ms_of(pool.candidates[other])).index(index) for index in order]
     assert np.mean(ranks[:4]) < np.mean(ranks[-4:])
     assert ranks[0] < 4
 

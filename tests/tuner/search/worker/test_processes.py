@@ -208,12 +208,12 @@ def test_kernel_that_hangs_or_crashes_with_delays_is_wrong(
     scope: SearchTask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_worker, "build_late", fakes.agree)
-    found = []
+    evaluations = []
     with GpuWorker(0, seconds=0.5) as gpu:
         for job in (fakes.hang, fakes.leave_with_illegal_access, fakes.evaluate_right):
             monkeypatch.setattr(gpu_worker, "evaluate_late", job)
-            found.append(gpu.evaluate_delayed(scope, CANDIDATE).result(WAIT))
-    said = [(one.outcome, one.message) for one in found if one is not None]
+            evaluations.append(gpu.evaluate_delayed(scope, CANDIDATE).result(WAIT))
+    said = [(evaluation.outcome, evaluation.message) for evaluation in evaluations if evaluation is not None]
     assert said == [
         (Outcome.TIMEOUT, "delayed: running did not end within its time limit"),
         (Outcome.LAUNCH_ERROR, "delayed: illegal memory access"),
