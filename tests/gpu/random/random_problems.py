@@ -46,7 +46,7 @@ WIDTHS = ((64, 64), (128, 128), (96, 96), (40, 24), (256, 256), (192, 128), (16,
 LATENT_WIDTHS = ((576, 512), (96, 64), (80, 64))
 DTYPES = (Dtype.BF16,) * 6 + (Dtype.FP16,) * 3 + (Dtype.FP32,)
 # Draws of a problem and of a config until a family takes one.
-DRAWS = 48
+DRAWS = 96
 # An 8-bit cache in pages. It counts as one feature in the pairs.
 STORED_PAGES = frozenset({Feature.PAGES, Feature.QUANTIZED_KV})
 # Bytes that the compiler may use in addition to those that the SRAM model counts.
