@@ -16,6 +16,7 @@ from flashtune.core.config import Config
 from flashtune.core.errors import TableError
 from flashtune.core.record import Digest, Provenance, Record, Seconds, Verdict, Versions
 from flashtune.core.target import TargetName
+from flashtune.db.limits import MAX_VALUE_BYTES
 from flashtune.templates.registry import find_family
 
 
@@ -92,7 +93,7 @@ def decode_record(raw: bytes) -> Record:
 
 def decode_stored(payload: object, problem_key: object, target: object) -> Record:
     """Returns the record of a row. It must match the row's problem and target."""
-    if not isinstance(payload, str):
+    if not isinstance(payload, str | None):
         raise TableError(f"a row holds {type(payload).__name__} where a record's JSON should be")
     record = decode_record(raw_bytes(payload))
     if (record.problem.key, record.target) != (problem_key, target):
@@ -102,9 +103,12 @@ def decode_stored(payload: object, problem_key: object, target: object) -> Recor
     return record
 
 
-def raw_bytes(text: str) -> bytes:
-    """Returns the bytes of a text from a database. In a damaged row they are not valid UTF-8."""
-    return text.encode(errors="surrogateescape")
+def raw_bytes(payload: object) -> bytes:
+    """Returns the bytes of a row's JSON. In a damaged row they are not valid UTF-8."""
+    # The column cannot be NULL, but `bounded` returns NULL.
+    if payload is None:
+        raise TableError(f"a row has a value of more than {MAX_VALUE_BYTES} bytes")
+    return str(payload).encode(errors="surrogateescape")
 
 
 def encode_check(check: Check) -> bytes:

@@ -61,8 +61,8 @@ def _before_statement(connection: Connection, *_: Any) -> None:
 def _on_sqlite_begin(connection: Connection) -> None:
     # Under WAL, a deferred transaction that reads and then writes fails at once, whatever the busy timeout. A
     # transaction that takes the write lock at its beginning waits for it.
-    reading = connection.get_execution_options().get(READING, False)
-    connection.exec_driver_sql("BEGIN" if reading else "BEGIN IMMEDIATE")
+    is_reading = connection.get_execution_options().get(READING, False)
+    connection.exec_driver_sql("BEGIN" if is_reading else "BEGIN IMMEDIATE")
 
 
 @contextmanager

@@ -24,6 +24,14 @@ SCANNED_BYTES_PER_SECOND = 20e6
 BLOCK_BYTES = 512
 
 
+def bounded(column: str) -> str:
+    """Returns SQL for a text column, NULL where its value is too large to be read into memory.
+
+    A server has no limit like SQLite's. SQLite applies its own one to the cast.
+    """
+    return f"CASE WHEN length(CAST({column} AS TEXT)) <= {MAX_VALUE_BYTES} THEN {column} END"
+
+
 class Deadline:
     """Stops a connection whose statements compute for too long. Waits for a lock hardly count."""
 

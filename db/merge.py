@@ -27,6 +27,7 @@ from flashtune.db.queries import (
     insert_records,
     now,
     offer_fallback,
+    payload_of,
     select_chosen,
     select_records,
     take_selection,
@@ -170,7 +171,7 @@ def _chosen(
     theirs: Connection, table: Table, source_url: str, why_refused: WhyRefused
 ) -> list[tuple[StoredRecord, str]]:
     """Returns another database's selections that may be selected here, and their times of selection."""
-    rows = list(_from(source_url, lambda: theirs.execute(select_chosen(table)).all()))
+    rows = list(_from(source_url, lambda: fetched(theirs, select_chosen(table), table)))
     pinned = {row.id: stored_text(row.pinned_at) for row in rows}
     taken, reasons = [], []
     for stored in readable(rows, describe(source_url)):
@@ -198,10 +199,10 @@ def _take_selection(ours: Connection, record: Record, created_at: str, pinned_at
 
 def _merge_checks(theirs: Connection, ours: Connection, source_url: str) -> int:
     added = 0
-    query = select(CHECKS.c.payload, CHECKS.c.created_at)
-    for row in _from(source_url, lambda: theirs.execute(query).all()):
+    query = select(payload_of(CHECKS), CHECKS.c.created_at)
+    for row in _from(source_url, lambda: fetched(theirs, query, CHECKS)):
         try:
-            check = decode_check(raw_bytes(str(row.payload)))
+            check = decode_check(raw_bytes(row.payload))
         except TableError as error:
             message = f"a self-check of {describe(source_url)} was skipped: {error}"
             warnings.warn(message, UnreadableRecord, stacklevel=2)

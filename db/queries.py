@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from sqlalchemy import Table, delete, select, update
+from sqlalchemy import Integer, Table, Text, delete, literal_column, select, update
 
 from flashtune.core.record import Record
 from flashtune.db.codec import (
@@ -21,11 +21,12 @@ from flashtune.db.codec import (
     raw_bytes,
 )
 from flashtune.db.eligibility import is_better_selection, serves_any_tensors
+from flashtune.db.limits import bounded
 from flashtune.db.schema import CHECKS, FALLBACKS, RECORDS, SELECTIONS
 from flashtune.db.stored_rows import StoredRecord, readable, stored_text
 
 if TYPE_CHECKING:
-    from sqlalchemy import ColumnElement, Connection, Row, Select
+    from sqlalchemy import ColumnElement, Connection, Label, Row, Select
     from sqlalchemy.dialects import postgresql, sqlite
 
     from flashtune.core.record import Record
@@ -132,17 +133,33 @@ def insert_into(connection: Connection, table: Table) -> Upsert:
 def select_records() -> Select[*tuple[Any, ...]]:
     """Returns a query for the columns that `readable` needs of each record."""
     columns = RECORDS.c.id, RECORDS.c.created_at, RECORDS.c.problem_key, RECORDS.c.target
-    return select(*columns, RECORDS.c.payload).order_by(RECORDS.c.id)
+    return select(*columns, payload_of(RECORDS)).order_by(RECORDS.c.id)
 
 
-def fetched(connection: Connection, query: Select[*tuple[Any, ...]]) -> Iterator[AnyRow]:
-    """Returns the rows of a query of `select_records`, some hundred at a time.
+def payload_of(table: Table) -> Label[Any]:
+    """Returns a table's JSON as a column of a query, NULL for a value that is too large."""
+    return literal_column(bounded(f"{table.name}.payload"), Text).label("payload")
+
+
+def fetched(
+    connection: Connection, query: Select[*tuple[Any, ...]], table: Table = RECORDS
+) -> Iterator[AnyRow]:
+    """Returns the rows of a query of a table, joined with records or not, some hundred at a time.
 
     The time limit is for SQLite, so they are used after the last one of each statement was fetched.
     """
-    ids = connection.scalars(query.with_only_columns(RECORDS.c.id)).all()
-    for start in range(0, len(ids), CHUNK):
-        yield from connection.execute(query.where(RECORDS.c.id.in_(ids[start : start + CHUNK]))).all()
+    key = _row_key(connection, table)
+    selected = connection.scalars(query.with_only_columns(key, maintain_column_froms=True)).all()
+    keys = list(dict.fromkeys(selected))
+    for start in range(0, len(keys), CHUNK):
+        yield from connection.execute(query.where(key.in_(keys[start : start + CHUNK]))).all()
+
+
+def _row_key(connection: Connection, table: Table) -> ColumnElement[Any]:
+    """Returns a key of rows. In SQLite it is the row's number, since a text may not be valid UTF-8."""
+    if connection.dialect.name == "sqlite":
+        return literal_column(f"{table.name}.rowid", Integer)
+    return CHECKS.c.digest if table is CHECKS else RECORDS.c.id
 
 
 def select_chosen(table: Table, target: str | None = None) -> Select[*tuple[Any, ...]]:
@@ -160,7 +177,7 @@ def select_chosen(table: Table, target: str | None = None) -> Select[*tuple[Any,
             RECORDS.c.created_at,
             table.c.problem_key,
             table.c.target,
-            RECORDS.c.payload,
+            payload_of(RECORDS),
             table.c.pinned_at,
         )
         .join_from(table, RECORDS)
@@ -284,11 +301,11 @@ def _copy_checks(connection: Connection, digest: str, record: Record) -> None:
     The two kernels were compared only under the record's Triton and ptxas.
     """
     assert record.kernel is not None
-    query = select(CHECKS.c.payload, CHECKS.c.created_at).where(
+    query = select(payload_of(CHECKS), CHECKS.c.created_at).where(
         CHECKS.c.digest == digest, CHECKS.c.target == record.target
     )
     for row in connection.execute(query).all():
-        check = decode_check(raw_bytes(str(row.payload)))
+        check = decode_check(raw_bytes(row.payload))
         if digest != record.kernel and check.versions.compilers != record.versions.compilers:
             continue
         versions = msgspec.structs.replace(check.versions, template=record.versions.template)

@@ -148,8 +148,8 @@ class Store:
 
     def _chosen(self, table: Table, target: str | None) -> list[StoredRecord]:
         with reading(self._engine, self.url) as connection:
-            rows = connection.execute(select_chosen(table, target)).all()
-        return list(readable(rows, describe(self.url)))
+            rows = fetched(connection, select_chosen(table, target), table)
+            return list(readable(rows, describe(self.url)))
 
     def remember_check(self, check: Check) -> None:
         """Stores a self-check's verdict, and replaces an earlier one of the same kernel, GPU and versions."""

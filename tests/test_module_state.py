@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1] / "flashtune"
 # Packages that other packages see through a link.
-LINKED = ("db", "kernels_generated", "templates", "tuner")
+LINKED = ("db", "templates", "tuner")
 CONTAINERS = (
     "dict",
     "set",

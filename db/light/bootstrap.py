@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import sqlite3
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from importlib import resources
 from pathlib import Path
@@ -27,9 +28,16 @@ SCHEMA_FILE = "schema.sql"
 LOCK_SECONDS = 60.0
 # Write-ahead logging is a property of the file. It is set once, outside of a transaction.
 LOG_AHEAD = "PRAGMA journal_mode = WAL"
-# No more than a hostile file needs to be refused.
-DEFINITIONS = "SELECT sql FROM sqlite_master WHERE sql IS NOT NULL LIMIT 100"
+DEFINITIONS = "SELECT type, name, tbl_name, sql FROM sqlite_master"
+VERSION_TABLES = f"{DEFINITIONS} WHERE name = 'alembic_version' COLLATE NOCASE LIMIT 2"
 REVISION = "SELECT version_num FROM alembic_version"
+# The tables that `ANALYZE` and `PRAGMA optimize` add.
+STATISTICS = frozenset(
+    ("table", name, name, f"CREATE TABLE {name}({columns})")
+    for name, columns in (("sqlite_stat1", "tbl,idx,stat"), ("sqlite_stat4", "tbl,idx,neq,nlt,ndlt,sample"))
+)
+# The characters that SQLite skips between tokens. `str.split()` also drops some that it reads as names.
+SPACE = re.compile(r"[ \t\r\n\f]+")
 
 
 @contextmanager
@@ -105,16 +113,20 @@ def check_tables(execute: Callable[[str], Any], where: str) -> bool:
         execute: Executes a statement and returns its cursor.
         where: The database's name in errors.
     """
-    expected = {_plain(statement) for statement in _statements()}
-    version_table = _plain(_statements()[0])
-    defined = {_plain(str(sql)) for (sql,) in execute(DEFINITIONS).fetchall()}
+    expected = _definitions()
+    # One more than a genuine file can have, so that a hostile one cannot fill the memory.
+    most = len(expected) + len(STATISTICS) + 1
+    rows = [tuple(row) for row in execute(f"{DEFINITIONS} LIMIT {most}").fetchall()]
+    defined = set(rows) - STATISTICS
     if not defined:
         return False
-    if version_table not in defined:
+    version_table = ("table", "alembic_version", "alembic_version", _statements()[0])
+    if [_loose(row) for row in execute(VERSION_TABLES).fetchall()] != [_loose(version_table)]:
         raise not_flashtunes(where)
+    # The version is read after this check only: a view of that name would run its author's SQL.
     (revision,) = execute(REVISION).fetchone() or (None,)
     check_revision(revision, where)
-    if defined != expected:
+    if defined != expected or len(rows) != len(set(rows)):
         raise StoreError(
             f"{where} has other tables, indexes, views or triggers than flashtune makes: {ELSEWHERE}"
         )
@@ -149,6 +161,15 @@ def _statements() -> tuple[str, ...]:
     return tuple(filter(None, map(str.strip, text.split(";"))))
 
 
-def _plain(statement: str) -> str:
-    """Returns a statement on one line. Earlier versions wrote other white space."""
-    return " ".join(statement.split())
+@functools.cache
+def _definitions() -> frozenset[tuple[object, ...]]:
+    """Returns the rows of `sqlite_master` in a database of the present schema."""
+    with closing(sqlite3.connect(":memory:", isolation_level=None)) as connection:
+        for statement in _statements():
+            connection.execute(statement)
+        return frozenset(connection.execute(DEFINITIONS).fetchall())
+
+
+def _loose(definition: Iterable[object]) -> tuple[str, ...]:
+    """Returns a definition with single spaces. Earlier versions wrote other white space."""
+    return tuple(SPACE.sub(" ", str(value)) for value in definition)

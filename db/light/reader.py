@@ -18,7 +18,7 @@ from flashtune.core.errors import TableError
 from flashtune.db.codec import decode_check, raw_bytes
 from flashtune.db.errors import UnreadableRecord, sqlite_error
 from flashtune.db.light.bootstrap import check_tables
-from flashtune.db.limits import file_exists, restrict
+from flashtune.db.limits import bounded, file_exists, restrict, statement_seconds
 from flashtune.db.location import database_url, describe, read_only_uri, sqlite_path
 from flashtune.db.stored_rows import StoredRecord, readable
 
@@ -27,20 +27,28 @@ if TYPE_CHECKING:
     from flashtune.db.codec import Check
     from flashtune.db.light.remote import Query, Rows, Values
 
-# Longest wait for a lock, and longest duration of one query.
+# Longest wait for a lock, and longest duration of a query of the runtime.
 BUSY_SECONDS = 4.0
 READ_SECONDS = 4.0
 
 SELECTIONS = "selections"
 FALLBACKS = "fallbacks"
+# Both tables in one statement: a server's statements of one transaction may see different states.
+BOTH = """(
+SELECT 1 AS place, problem_key, target, record_id FROM selections
+UNION ALL SELECT 2 AS place, problem_key, target, record_id FROM fallbacks
+)"""
 CHOSEN = """
-SELECT records.id, records.created_at, chosen.problem_key, chosen.target, payload
+SELECT records.id, records.created_at, chosen.problem_key, chosen.target, {payload}
 FROM {table} AS chosen JOIN records ON records.id = chosen.record_id
-{where} ORDER BY chosen.target, chosen.problem_key
+{where} ORDER BY {order}chosen.target, chosen.problem_key
 """
 OF_PROBLEM = "WHERE chosen.target = :target AND chosen.problem_key = :problem_key"
 OF_TARGET = "WHERE chosen.target = :target"
-CHECKS_OF = "SELECT payload FROM checks WHERE digest = :digest AND target = :target ORDER BY created_at DESC"
+CHECKS_OF = """
+SELECT {payload} FROM checks
+WHERE digest = :digest AND target = :target ORDER BY created_at DESC
+"""
 
 
 class _Row(NamedTuple):
@@ -50,7 +58,7 @@ class _Row(NamedTuple):
     created_at: str
     problem_key: str
     target: str
-    payload: str
+    payload: str | None
 
 
 def open_reader(url: str | None = None) -> Reader | None:
@@ -95,7 +103,8 @@ class Reader:
 
     def stored(self) -> tuple[StoredRecord, ...]:
         """Returns the selections of all targets and then their fallbacks, as `Store` lists both."""
-        return (*self._chosen(SELECTIONS, "", {}), *self._chosen(FALLBACKS, "", {}))
+        question = _question(BOTH, "", order="chosen.place, ")
+        return tuple(self._records(self._query(question, {}, True)))
 
     def check(self, digest: str, target: str, versions: Versions) -> bool | None:
         """Returns whether a kernel passed a self-check under versions that run it alike; None without one."""
@@ -107,9 +116,10 @@ class Reader:
 
         A row that cannot be read is skipped, with an `UnreadableRecord` warning.
         """
-        for (payload,) in self._query(CHECKS_OF, {"digest": digest, "target": target}):
+        question = CHECKS_OF.format(payload=bounded("payload"))
+        for (payload,) in self._query(question, {"digest": digest, "target": target}, False):
             try:
-                check = decode_check(raw_bytes(str(payload)))
+                check = decode_check(raw_bytes(payload))
             except TableError as error:
                 warnings.warn(
                     f"a self-check of {self._where} was skipped: {error}", UnreadableRecord, stacklevel=3
@@ -120,15 +130,21 @@ class Reader:
         return None
 
     def _chosen(self, table: str, where: str, values: Values) -> list[StoredRecord]:
-        rows = self._query(CHOSEN.format(table=table, where=where), values)
+        return self._records(self._query(_question(table, where), values, False))
+
+    def _records(self, rows: Rows) -> list[StoredRecord]:
         return list(readable(map(_Row._make, rows), self._where))
 
 
-def _query_file(path: Path, url: str, question: str, values: Values) -> Rows:
+def _question(table: str, where: str, order: str = "") -> str:
+    return CHOSEN.format(table=table, where=where, order=order, payload=bounded("records.payload"))
+
+
+def _query_file(path: Path, url: str, question: str, values: Values, reads_all: bool) -> Rows:
     if not file_exists(path):
         return []
     try:
-        with closing(_connect(path)) as connection:
+        with closing(_connect(path, statement_seconds(path) if reads_all else READ_SECONDS)) as connection:
             # The check and the query see one state of the file.
             connection.execute("BEGIN")
             if not check_tables(connection.execute, describe(url)):
@@ -140,7 +156,7 @@ def _query_file(path: Path, url: str, question: str, values: Values) -> Rows:
         raise sqlite_error(error, url) from error
 
 
-def _connect(path: Path) -> sqlite3.Connection:
+def _connect(path: Path, seconds: float) -> sqlite3.Connection:
     connection = sqlite3.connect(read_only_uri(path), uri=True, timeout=BUSY_SECONDS, isolation_level=None)
-    restrict(connection, READ_SECONDS)
+    restrict(connection, seconds)
     return connection

@@ -18,8 +18,8 @@ from flashtune.db.server import Result, within
 
 Rows = list[tuple[Any, ...]]
 Values = dict[str, str | int]
-# Arguments: a SELECT statement and its values.
-Query = Callable[[str, Values], Rows]
+# Arguments: a SELECT statement, its values, and whether it reads all of the database.
+Query = Callable[[str, Values, bool], Rows]
 
 SECONDS = 1.0
 
@@ -53,7 +53,7 @@ def server_query(url: str) -> Query:
     engine = make_engine(url)
     server = Server(url)
 
-    def query(question: str, values: Values) -> Rows:
+    def query(question: str, values: Values, _: bool) -> Rows:
         def run() -> Rows:
             with reading(engine, url) as connection:
                 if not has_tables(connection, url):

@@ -51,7 +51,7 @@ def remember_check(check: Check, url: str | None = None) -> None:
 
         Server(address).ask(remember)
         return
-    row = {
+    row: dict[str, object] = {
         "digest": check.digest,
         "target": check.target,
         "versions_hash": fingerprint(check.versions),
@@ -60,19 +60,25 @@ def remember_check(check: Check, url: str | None = None) -> None:
         "payload": encode_check(check).decode(),
     }
     try:
-        if not _has_tables(path):
+        while not (file_exists(path) and _wrote(path, row)):
             create_database(path)
-        with closing(_connect(path)) as connection:
-            connection.execute(REMEMBER, row)
     except (sqlite3.Error, UnicodeDecodeError) as error:
         raise sqlite_error(error, address) from error
 
 
-def _has_tables(path: Path) -> bool:
-    if not file_exists(path):
-        return False
+def _wrote(path: Path, row: dict[str, object]) -> bool:
+    """Stores a row. Returns False if the database has no tables yet.
+
+    The check of the tables and the write are one transaction, so no other process replaces tables between
+    them.
+    """
     with closing(_connect(path)) as connection:
-        return check_tables(connection.execute, str(path))
+        connection.execute("BEGIN IMMEDIATE")
+        if not check_tables(connection.execute, str(path)):
+            return False
+        connection.execute(REMEMBER, row)
+        connection.execute("COMMIT")
+    return True
 
 
 def _connect(path: Path) -> sqlite3.Connection:

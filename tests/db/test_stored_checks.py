@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import sqlite3
 import threading
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import pytest
 
 from flashtune.core.errors import StoreError
 from flashtune.core.record import Verdict, Versions
 from flashtune.db.codec import Check
+from flashtune.db.light import self_checks
+from flashtune.db.light.bootstrap import check_tables
 from flashtune.db.light.reader import open_reader
 from flashtune.db.light.self_checks import remember_check
 from flashtune.db.store import open_store
@@ -58,6 +65,26 @@ def test_concurrent_creation_loses_no_checks(path: Path) -> None:
     reader = open_reader(str(path))
     assert reader is not None
     assert all(reader.check(digest, TARGET, VERSIONS) for digest in digests)
+
+
+def test_tables_cannot_change_between_their_check_and_the_write(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remember_check(make_check(), str(path))
+    refusals: list[str] = []
+
+    def checked(execute: Callable[[str], Any], where: str) -> bool:
+        has_tables = check_tables(execute, where)
+        with closing(sqlite3.connect(path, timeout=0)) as other:
+            try:
+                other.execute("CREATE TABLE t (x)")
+            except sqlite3.OperationalError as error:
+                refusals.append(str(error))
+        return has_tables
+
+    monkeypatch.setattr(self_checks, "check_tables", checked)
+    remember_check(make_check("b" * 32), str(path))
+    assert refusals == ["database is locked"]
 
 
 def test_a_check_counts_under_versions_that_run_the_kernel_alike(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from flashtune.core.record import Record
 from flashtune.db.errors import UnreadableRecord
 from flashtune.db.forgetting import Forgettable
 from flashtune.db.light.self_checks import remember_check
+from flashtune.db.limits import Deadline, restrict
 from flashtune.db.store import open_store
 from tests.db.files.hostile import CHECK, TARGET, execute, merge_into, reader_of
 
@@ -57,13 +59,14 @@ def test_damaged_payload_skips_its_row(
     )
     reader = reader_of(damaged)
     with open_store(str(damaged)) as store:
-        for read in (
-            lambda: reader.selections(TARGET),
-            lambda: [row.record for row in reader.stored()[:1]],
-            lambda: [row.record for row in store.selections()],
-            lambda: [row.record for row in store.records()],
+        for rows, read in (
+            (1, lambda: reader.selections(TARGET)),
+            # A selection and a fallback.
+            (2, lambda: [row.record for row in reader.stored()[:1]]),
+            (1, lambda: [row.record for row in store.selections()]),
+            (1, lambda: [row.record for row in store.records()]),
         ):
-            with pytest.warns(UnreadableRecord, match=f"1 rows of {damaged} were skipped: .*({reason})"):
+            with pytest.warns(UnreadableRecord, match=f"{rows} rows of {damaged} were skipped: .*({reason})"):
                 assert list(read()) == [whole]
     with pytest.warns(UnreadableRecord, match=reason):
         assert reader.selection(lost.problem.key, TARGET) is None
@@ -137,6 +140,36 @@ def test_value_that_is_too_large_is_an_error_and_not_loaded(filled: Path, value:
     command = [sys.executable, "-c", READ, str(filled), str(filled.with_name("ours.sqlite"))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr
+
+
+def test_value_that_is_too_large_is_skipped_without_a_limit_of_the_database(
+    damaged: Path, make_record: MakeRecord, make_problem: MakeProblem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without_limit(connection: sqlite3.Connection, seconds: float) -> Deadline:
+        # As a server, which has none.
+        deadline = restrict(connection, seconds)
+        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 1 << 30)
+        return deadline
+
+    for module in ("light.reader", "engine"):
+        monkeypatch.setattr(f"flashtune.db.{module}.restrict", without_limit)
+    whole = make_record(problem=make_problem(seqlen_kv=1024))
+    value = "hex(zeroblob(1000000))"
+    execute(
+        damaged, f"UPDATE records SET payload = {value} WHERE id = 1", f"UPDATE checks SET payload = {value}"
+    )
+    reader = reader_of(damaged)
+    reason = "a row has a value of more than 1048576 bytes"
+    with open_store(str(damaged)) as store:
+        for read in (reader.stored, store.selections, store.fallbacks, store.records):
+            with pytest.warns(UnreadableRecord, match=reason):
+                assert read()[0].record == whole
+    with pytest.warns(UnreadableRecord, match=f"a self-check of .* was skipped: {reason}"):
+        assert reader.check(CHECK.digest, TARGET, CHECK.versions) is None
+    with pytest.warns(UnreadableRecord, match=reason) as caught:
+        counts = merge_into(damaged.with_name("ours.sqlite"), damaged)
+    assert (counts.records_added, counts.selections_added, counts.checks_added) == (1, 1, 0)
+    assert [reason in str(warning.message) for warning in caught] == [True] * 4
 
 
 @pytest.mark.parametrize("table", ["records", "selections"])

@@ -14,7 +14,7 @@ import pytest
 from flashtune.core.errors import StoreError
 from flashtune.core.record import Record
 from flashtune.db.light.self_checks import remember_check
-from flashtune.db.limits import Deadline, statement_seconds
+from flashtune.db.limits import Deadline, restrict, statement_seconds
 from flashtune.db.store import open_store
 from tests.db.files.hostile import CHECK, TARGET, execute, merge_into, reader_of, refused, repeat_rows
 
@@ -64,6 +64,24 @@ def test_statement_limit_grows_with_database_size(path: Path) -> None:
     with path.open("wb") as file:
         file.truncate(1 << 40)  # a file of holes
     assert statement_seconds(path) == pytest.approx(4, abs=0.1)
+
+
+def test_runtime_has_a_constant_limit_and_listing_one_that_grows(
+    filled: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: list[float] = []
+
+    def limited(connection: sqlite3.Connection, seconds: float) -> Deadline:
+        limits.append(seconds)
+        return restrict(connection, seconds)
+
+    monkeypatch.setattr("flashtune.db.light.reader.restrict", limited)
+    monkeypatch.setattr("flashtune.db.light.reader.statement_seconds", lambda path: 77.0)
+    reader = reader_of(filled)
+    assert reader.selections(TARGET)
+    # One connection, so that selections and fallbacks are of one state of the file.
+    assert reader.stored()
+    assert limits == [4.0, 77.0]
 
 
 def test_a_deadline_stops_a_statement_and_can_be_restarted() -> None:

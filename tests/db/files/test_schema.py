@@ -60,6 +60,8 @@ def test_all_ways_create_the_same_database(path: Path, empty: bool, create: Call
 def test_failed_creation_leaves_no_table(path: Path, empty: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if empty:
         path.touch()
+    # The definitions that others are compared with stay.
+    bootstrap._definitions()
     made = bootstrap._statements()
     with monkeypatch.context() as broken:
         broken.setattr(bootstrap, "_statements", lambda: (*made, "INSERT INTO nowhere VALUES (1)"))
@@ -145,6 +147,55 @@ def test_databases_of_other_schemas_are_refused(path: Path, statements: tuple[st
 )
 def test_databases_with_other_definitions_are_refused(filled: Path, statements: tuple[str, ...]) -> None:
     execute(filled, *statements)
+    refused(filled, "has other tables, indexes, views or triggers than flashtune makes")
+
+
+# A letter for SQLite, but white space for `str.split`.
+NO_BREAK = "\N{NO-BREAK SPACE}"
+
+
+def test_names_that_end_in_other_spaces_are_refused(path: Path) -> None:
+    statements = bootstrap._statements()
+    records = next(text for text in statements if text.startswith("CREATE TABLE records"))
+    execute(
+        path,
+        *(text.replace("records (", f"records{NO_BREAK} (") for text in statements),
+        f"INSERT INTO alembic_version VALUES ('{HEAD}')",
+        # More definitions than are compared, all of which look genuine.
+        *(records.replace("records (", f"records{NO_BREAK * i} (") for i in range(2, 110)),
+        "CREATE VIEW records AS SELECT 1 AS id, 'view' AS payload",
+        "CREATE TRIGGER t BEFORE INSERT ON checks BEGIN SELECT raise(ABORT, 'trigger'); END",
+    )
+    refused(path, "has other tables, indexes, views or triggers than flashtune makes")
+
+
+@pytest.mark.parametrize("name", ["alembic_version", "ALEMBIC_VERSION"])
+def test_view_in_place_of_the_version_table_is_not_read(path: Path, name: str) -> None:
+    execute(
+        path,
+        bootstrap._statements()[0].replace("alembic_version ", f"alembic_version{NO_BREAK} "),
+        f"CREATE VIEW {name} AS SELECT '9999' AS version_num",
+    )
+    refused(path, "is not a flashtune database")
+
+
+def test_statistics_of_sqlite_are_accepted(filled: Path) -> None:
+    execute(filled, "ANALYZE", "PRAGMA optimize")
+    with closing(sqlite3.connect(filled)) as connection:
+        assert connection.execute("SELECT count(*) FROM sqlite_stat1").fetchone() != (0,)
+    assert len(reader_of(filled).selections(TARGET)) == 1
+    remember_check(CHECK, str(filled))
+    assert upgrade(str(filled)) == Upgraded(HEAD, HEAD)
+
+
+def test_other_tables_with_the_name_of_statistics_are_refused(filled: Path) -> None:
+    execute(
+        filled,
+        "ANALYZE",
+        "PRAGMA writable_schema = ON",
+        f"UPDATE sqlite_master SET sql = 'CREATE TABLE sqlite_stat1(tbl,idx,stat DEFAULT ({SLOW}))' "
+        "WHERE name = 'sqlite_stat1'",
+    )
     refused(filled, "has other tables, indexes, views or triggers than flashtune makes")
 
 
