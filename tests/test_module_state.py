@@ -42,7 +42,7 @@ FUNCTIONS = {
     "dispatch/forecast.py _span": "a function of its arguments",
     "dispatch/masked_sdpa.py _levels": "CUDA graphs may read the tensors",
     "dispatch/sdpa_times.py _schedule_ms": "a function of its arguments",
-    "dispatch/sdpa_times.py unfused_leads": "a function of its arguments",
+    "dispatch/masked_sdpa.py _unfused_leads": "a function of its arguments",
     "dispatch/versions.py _ptxas_version": "an installed version does not change",
     "dispatch/versions.py current_versions": "installed versions do not change",
     "dispatch/versions.py driver_version": "a driver does not change",

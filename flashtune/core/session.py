@@ -57,13 +57,19 @@ class Session:
     def forget(self, owner: str = "") -> None:
         """Clears the caches of kinds of calls, which are then prepared again: all, or those of an owner.
 
-        The names of an owner's caches begin with its name.
+        The names of an owner's caches begin with its name. An owner does not wait for calls in preparation.
         """
+        if owner:
+            self._clear(owner)
+            return
         with self.preparing, self.adding:
-            # Another thread may add a cache.
-            for name, cache in tuple(self._of_calls.items()):
-                if name.startswith(owner):
-                    cache.clear()
+            self._clear("")
+
+    def _clear(self, owner: str) -> None:
+        # Another thread may add a cache.
+        for name, cache in tuple(self._of_calls.items()):
+            if name.startswith(owner):
+                cache.clear()
 
     def reset(self) -> None:
         """Clears all caches, as in a new process. Only tests need this."""

@@ -88,7 +88,7 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float
         scale: Factor of the scores, not negative.
         causal: The causal mask and its alignment.
     """
-    return _masked(q, k, v, bias, scale, causal, shares_heads(q, k, bias))
+    return _masked(q, k, v, bias, scale, causal, shares_heads(q, k, v, bias))
 
 
 def _masked(
@@ -104,7 +104,7 @@ def _masked(
     )
 
 
-def shares_heads(q: Tensor, k: Tensor, mask: Tensor | None) -> bool:
+def shares_heads(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
     """Whether SDPA gets fewer heads of keys than of queries. The mask is additive or boolean.
 
     In float32 no fused backend takes them. The unfused path may still be faster than copies of heads and a
@@ -116,21 +116,39 @@ def shares_heads(q: Tensor, k: Tensor, mask: Tensor | None) -> bool:
         return True
     if not torch.backends.cuda.math_sdp_enabled():
         return False
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] <= FEW_GRADIENT_SCORES
+    sizes = (*q.shape, *k.shape[1:3])
+    # A compiled program must not be limited to the sizes that it was traced with.
+    if any(isinstance(size, torch.SymInt) for size in sizes):
+        return False
+    return _unfused_leads(*sizes, mask is not None, 0 if mask is None else _padded_bytes(mask))
+
+
+@functools.lru_cache(maxsize=8192)
+def _unfused_leads(
+    batch: int,
+    heads: int,
+    seqlen_q: int,
+    head_dim: int,
+    kv_heads: int,
+    seqlen_kv: int,
+    masked: bool,
+    padded_bytes: int,
+) -> bool:
     problem = Problem(
         dtype=Dtype.FP32,
-        head_dim=int(q.shape[3]),
-        value_head_dim=int(q.shape[3]),
-        heads=int(q.shape[1]),
-        kv_heads=int(k.shape[1]),
-        batch=int(q.shape[0]),
-        seqlen_q=int(q.shape[2]),
-        seqlen_kv=int(k.shape[2]),
+        head_dim=head_dim,
+        value_head_dim=head_dim,
+        heads=heads,
+        kv_heads=kv_heads,
+        batch=batch,
+        seqlen_q=seqlen_q,
+        seqlen_kv=seqlen_kv,
         causal=Causal.NONE,
-        bias=Bias.NONE if mask is None else Bias.ADDITIVE,
+        bias=Bias.ADDITIVE if masked else Bias.NONE,
     )
-    return unfused_leads(problem, 0 if mask is None else _padded_bytes(mask), find_target(MEASURED_TARGET))
+    return unfused_leads(problem, padded_bytes, find_target(MEASURED_TARGET))
 
 
 def _padded_bytes(mask: Tensor) -> int:
@@ -224,7 +242,7 @@ def chosen_backend(
 
     `shared` is the result of `shares_heads`, by default for this call.
     """
-    if q.shape[1] != k.shape[1] and not (shares_heads(q, k, mask) if shared is None else shared):
+    if q.shape[1] != k.shape[1] and not (shares_heads(q, k, v, mask) if shared is None else shared):
         k, v = (tensor[:, :1].expand(-1, q.shape[1], -1, -1) for tensor in (k, v))
     # torch has no public function for this.
     choice = torch._fused_sdp_choice(  # pyright: ignore[reportPrivateImportUsage]
@@ -251,7 +269,7 @@ def refusal(
     For each type, head dims and backend, a small problem is computed once and compared with a reference. Then
     the call itself is computed. Tensors are [batch, heads, seqlen, head_dim].
     """
-    kind, shared = _kind(request, backend), shares_heads(q, k, bias)
+    kind, shared = _kind(request, backend), shares_heads(q, k, v, bias)
     try:
         with torch.no_grad():
             if kind not in _meanings:

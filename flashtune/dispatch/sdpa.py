@@ -55,7 +55,7 @@ def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: Causal
         diagonal = seqlen_kv - seqlen_q if causal is Causal.BOTTOM_RIGHT else 0
         mask = torch.ones(seqlen_q, seqlen_kv, dtype=torch.bool, device=q.device).tril(diagonal)
     is_causal = causal is not Causal.NONE and square
-    gqa = shares_heads(seeing, k, mask)
+    gqa = shares_heads(seeing, k, v, mask)
     read = readable(seeing, k, v, gqa)
     out = scaled_dot_product_attention(*read, mask, 0.0, is_causal, scale=scale, enable_gqa=gqa)
     if not blind:

@@ -139,7 +139,6 @@ def float32_ms(problem: Problem, target: Target) -> float:
     return LAUNCH_MS + FLOAT32 * span
 
 
-@functools.lru_cache(maxsize=8192)
 def unfused_leads(problem: Problem, padded_bytes: int, target: Target) -> bool:
     """Whether SDPA's unfused path is clearly faster than its memory-efficient backend, in float32.
 

@@ -45,7 +45,8 @@ def prepare(bound: BoundRequest) -> Executor:
         copies = BoundRequest(request, *copies_of(bound.tensors, bound.copied), bound.side)
         return with_copies(prepare(copies), bound.copied)
     passes, features = passes_of(bound), request.problem.features
-    if features and not (request.is_empty or sdpa_allowed(request)):
+    # The problem of float64 tensors has fp32, and so has the key of a kernel, which cannot read them.
+    if features and not (request.is_empty or request.is_double or sdpa_allowed(request)):
         executor = _known(passes, bound)
         if executor is not None:
             return executor
@@ -97,7 +98,7 @@ def masked_sdpa_executor(bound: BoundRequest) -> Executor | None:
     request, views, bias = bound.request, bound.views, bound.side.bias
     assert bias is not None
     with types_as_given(views[0]):
-        # Not the backend that was chosen before, because gradients may be disabled here.
+        # Not the backend that was chosen before, because autocast may have been enabled there.
         backend = default_backend(*views, request.problem, bias)
         unsupported_reason = refusal(request, backend, *views, bias)
     if unsupported_reason is None:
@@ -111,7 +112,7 @@ def masked_sdpa_executor(bound: BoundRequest) -> Executor | None:
 def prepare_alone(bound: BoundRequest) -> BackwardExecutor:
     """Returns the executor of a backward operator. Its forward pass has run, so a baseline cannot serve."""
     request, one = bound.request, backward_pass(bound)
-    known = None if request.is_empty else one.known()
+    known = None if request.is_empty or request.is_double else one.known()
     if known is not None:
         return known
     generated = msgspec.structs.replace(request, prefer=Prefer.GENERATED)

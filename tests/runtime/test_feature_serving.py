@@ -87,6 +87,20 @@ def test_new_token_counts_reuse_the_selected_kernel(bound: Bound, machine: Machi
     assert bound.choices == 2, "another power of two"
 
 
+@pytest.mark.filterwarnings("ignore::flashtune.core.notices.FlashtuneWarning")
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_float64_calls_do_not_take_the_kernel_of_an_equal_float32_call(
+    needs_grad: bool, bound: Bound
+) -> None:
+    counts = []
+    for dtype in (torch.float32, torch.float64):
+        q = torch.randn(1, 2, 40, 16, dtype=dtype, requires_grad=needs_grad)
+        out = flashtune.attention(q, q, q, causal=True, window=(7, 0), prefer="fastest")
+        assert out.dtype is dtype
+        counts.append(len(bound.kernels))
+    assert counts[0] == counts[1] > 0
+
+
 @pytest.mark.parametrize("wrong", ["right", "compiles"])
 def test_failed_kernel_is_replaced_with_one_warning(wrong: str, bound: Bound, machine: Machine) -> None:
     setattr(machine, wrong, False)

@@ -114,7 +114,7 @@ def test_sdpa_gets_copies_of_unaligned_views_and_of_shared_heads_in_float32() ->
         (torch.float32, 68, False),
     ):
         q, k = sliced(width, 4, dtype), sliced(32, 2, dtype)
-        found = readable(q, k, k, shares_heads(q, k, None))
+        found = readable(q, k, k, shares_heads(q, k, k, None))
         assert (found[0].data_ptr() != q.data_ptr()) == copied
         assert [tensor.shape[1] for tensor in found[1:]] == ([2, 2] if dtype is torch.bfloat16 else [4, 4])
 
@@ -149,7 +149,7 @@ def test_unfused_path_of_sdpa_serves_shared_heads_in_float32_where_it_was_faster
         q = torch.empty(batch, heads[0], lengths[0], head_dim, requires_grad=needs_grad)
         k = torch.empty(batch, heads[1], lengths[1], head_dim)
         mask = torch.empty(batch, heads[0], *lengths) if masked else None
-        assert shares_heads(q, k, mask) == shared
+        assert shares_heads(q, k, k, mask) == shared
         assert readable(q, k, k, shared)[1].shape[1] == heads[1 if shared else 0]
 
 

@@ -24,7 +24,7 @@ def on_h200(monkeypatch: pytest.MonkeyPatch) -> None:
     ) -> str | None:
         if q.dtype is not FP32:
             return CUDNN
-        return MATH if masked_sdpa.shares_heads(q, k, mask) else EFFICIENT
+        return MATH if masked_sdpa.shares_heads(q, k, v, mask) else EFFICIENT
 
     monkeypatch.setattr(decision, "check_device", lambda request: None)
     monkeypatch.setattr(BoundRequest, "target", TARGET)
