@@ -84,10 +84,15 @@ UNDER_OTHERS := -m tritons
 TIMES := out/times
 
 .PHONY: check test test-all slowest
-# Runs lists of targets at the same time: static checks use one core for most of their time.
+# Runs lists of targets at the same time: static checks use one core for most of their time. The output of a
+# list is printed when it ends. The last line names the targets that failed.
 STATIC := lint prose lines imports types
 define at-once
-	+@printf '%s\n' $(1) | xargs -P 2 -I{} bash -c '$(MAKE) --no-print-directory KERNELS="$(KERNELS)" {}'
+	+@logs=$$(mktemp -d); export logs; trap 'rm -rf $$logs' EXIT; \
+	printf '%s\n' $(1) | xargs -P 2 -I{} bash -c 'for target in {}; do \
+		$(MAKE) --no-print-directory KERNELS="$(KERNELS)" $$target || echo $$target >> $$logs/failed; \
+	done > $$logs/$$$$ 2>&1; flock $$logs cat $$logs/$$$$'; \
+	[ ! -e $$logs/failed ] || { echo "failed: $$(paste -sd' ' $$logs/failed)" >&2; exit 1; }
 endef
 
 check: $(DEVELOPS) ## Run the fast checks, while you work

@@ -11,7 +11,8 @@ they are the source. For callers, they are the keywords of attention and mask fu
 torch. Of torch, they are also the arguments of all operators of attention.
 
 The files are also the list of the parts. To rely on another one, add its name with the value `null` to the
-file (a class or a function with parts: `{"part": null}`), and freeze the version again.
+file (a class or a function with parts: `{"part": null}`), and freeze the version again. To drop one, delete
+it from the file: `--write` refuses a version that lacks a listed part.
 """
 
 from __future__ import annotations
@@ -124,6 +125,22 @@ def differences(frozen: Contract, present: Contract) -> list[str]:
     lacking = [f"{name} is gone" for name, first in ADDED.items() if version < first]
     lines = _differences("", frozen["modules"], present["modules"])
     return [line for line in lines if line not in lacking]
+
+
+def absent(library: str, present: Contract) -> list[str]:
+    """Returns the relied names and members that a version lacks, with their modules."""
+    names: list[str] = []
+    for module, listed in relied_names(library).items():
+        parts = present["modules"].get(module, {})
+        for name, members in listed.items():
+            if name not in parts:
+                names.append(f"{module}.{name}")
+                continue
+            present_members = parts[name] if isinstance(parts[name], dict) else {}
+            names += [f"{module}.{name}.{member}" for member in members if member not in present_members]
+    if OPERATOR_SCHEMAS in frozen_contract(library)["modules"].keys() - present["modules"].keys():
+        names.append(OPERATOR_SCHEMAS)
+    return names
 
 
 def _differences(name: str, frozen: Any, present: Any) -> Iterator[str]:
@@ -284,7 +301,13 @@ def main(arguments: list[str] | None = None) -> int:
     if options.library is None or options.path is None:
         parser.error("pass a library and its wheel or folder, or --newest")
     if options.write:
-        document = json.dumps(contract_of(options.library, options.path), indent=1)
+        present = contract_of(options.library, options.path)
+        if names := absent(options.library, present):
+            sys.exit(
+                f"error: {options.library} {present['version']} lacks {', '.join(names)}: if flashtune no "
+                f"longer needs them, delete them in {FROZEN / options.library}.json and freeze again"
+            )
+        document = json.dumps(present, indent=1)
         (FROZEN / f"{options.library}.json").write_text(document + "\n", encoding="utf-8")
         return 0
     return int(compare(options.library, options.path) > 0)

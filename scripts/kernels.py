@@ -64,7 +64,7 @@ folder; `scripts/kernels.py` lists its files.
 
 def shipped_records() -> tuple[Record, ...]:
     """Returns every record of the shipped tables."""
-    return tuple(record for table in shipped_tables() for record in table.records)
+    return tuple(record for shipped in shipped_tables() for record in shipped.records)
 
 
 def files(records: Iterable[Record]) -> dict[str, str]:
@@ -133,7 +133,8 @@ def _index(selections: Mapping[str, Sequence[Record]]) -> Iterator[str]:
 def main() -> None:
     """Writes every file and deletes all others."""
     texts = files(shipped_records())
-    shutil.rmtree(FOLDER)
+    if FOLDER.exists():
+        shutil.rmtree(FOLDER)
     for path, text in texts.items():
         write_file(FOLDER / path, text.encode())
 

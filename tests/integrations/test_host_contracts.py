@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import re
 import sys
 import tomllib
@@ -161,6 +162,53 @@ def test_functions_are_frozen_as_signature_or_source_or_keywords(tmp_path: Path)
     lines = host_contracts.differences(host_stubs.contract("transformers"), found)
     assert "transformers.masking_utils.create_causal_mask.keywords of mask_interface: config is gone" in lines
     assert "transformers.masking_utils.sliding_window_overlay is gone" in lines
+
+
+FROZEN_MASKS = {
+    "create_causal_mask": {"keywords of mask_interface": None},
+    "gone": None,
+    "sdpa_mask": None,
+    "Masks": {"bases": None, "run": None, "missing": None},
+}
+
+
+def test_versions_that_lack_a_relied_part_are_not_frozen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "transformers.json"
+    monkeypatch.setattr(host_contracts, "FROZEN", tmp_path)
+    modules: dict[str, Any] = {
+        "transformers.masking_utils": {**FROZEN_MASKS},
+        "transformers.other": {"f": None},
+    }
+    path.write_text(json.dumps({"version": "1", "modules": modules}), encoding="utf-8")
+    before = path.read_bytes()
+    arguments = ["transformers", str(tmp_path), "--write"]
+    masks_of(MASKS + "\nclass Masks:\n    def run(self): ...\n", tmp_path)
+    with pytest.raises(SystemExit) as error:
+        host_contracts.main(arguments)
+    masks = "transformers.masking_utils"
+    says = f"transformers 6.0 lacks {masks}.gone, {masks}.Masks.missing, transformers.other.f: if "
+    assert says in str(error.value)
+    assert path.read_bytes() == before
+    modules[masks]["Masks"] = {"run": None}
+    del modules[masks]["gone"], modules["transformers.other"]
+    path.write_text(json.dumps({"version": "1", "modules": modules}), encoding="utf-8")
+    assert host_contracts.main(arguments) == 0
+    # A function instead of the class lacks its members.
+    function = {
+        "version": "1",
+        "modules": {masks: {"Masks": "(run)", "create_causal_mask": {}, "sdpa_mask": ""}},
+    }
+    assert f"{masks}.Masks.run" in host_contracts.absent("transformers", function)
+    assert json.loads(path.read_bytes())["modules"][masks]["Masks"]["run"] == "(self)"
+
+
+def test_torch_is_not_frozen_without_the_list_of_operators() -> None:
+    present = host_stubs.contract("torch")
+    modules = {name: part for name, part in present["modules"].items() if name != "aten"}
+    assert host_contracts.absent("torch", present) == []
+    assert host_contracts.absent("torch", {**present, "modules": modules}) == ["aten"]
 
 
 def test_new_parameters_are_named(tmp_path: Path) -> None:

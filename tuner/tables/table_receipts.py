@@ -166,6 +166,11 @@ def _kernels(record: Record) -> tuple[tuple[str, str], ...]:
         return ()
 
 
+def rendered_digests(records: Iterable[Record]) -> set[str]:
+    """Returns the digests of the records' own kernels and of their siblings, as they render here."""
+    return {kernel for record in records for kernel, _ in _kernels(record)}
+
+
 def without_strays(table: TunedTable) -> TunedTable:
     """Returns a table without stray receipts, and without times of kernels that no record names."""
     strays = {(receipt.digest, receipt.versions.makers) for receipt in stray_receipts(table)}
@@ -182,7 +187,7 @@ def without_strays(table: TunedTable) -> TunedTable:
 def part_of(table: TunedTable, problems: Collection[Problem]) -> TunedTable:
     """Returns a table of the records of some problems, with the receipts and times of their kernels."""
     records = tuple(record for record in table.records if record.problem in problems)
-    kernels = {kernel for record in records for kernel, _ in _kernels(record)}
+    kernels = rendered_digests(records)
     kernels |= {record.kernel for record in records if record.kernel is not None}
     keys = {problem.key for problem in problems}
     return msgspec.structs.replace(

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from torch import Tensor
 
 from flashtune import testing
 from flashtune.core.kernel import Alignment, Specialization, specialization_of
@@ -76,6 +77,10 @@ def test_strict_level_passes_beyond_2_31_elements(name: str, index_bits: int) ->
     assert verdict.passed, verdict.failed
 
 
+def poisoned(shape: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.full(shape, torch.nan, device=device)
+
+
 @pytest.mark.parametrize("causal", list(Causal))
 @pytest.mark.parametrize(
     ("block_m", "block_n", "num_warps", "head_dim"),
@@ -104,7 +109,7 @@ def test_kv_outer_has_no_races(
     sums = [torch.empty(q.shape[:3], device="cuda") for _ in range(2)]
     config = msgspec.convert(tile, family.config_type)
     kernel = render(family, problem, config, specialization_of((q, k, v, outs[0]), lse=True))
-    launch = bind(kernel, target, ForwardTensors(q, k, v, outs[0]))
+    launch = bind(kernel, target, ForwardTensors(q, k, v, outs[0]), allocate=poisoned)
     differing = torch.zeros((), dtype=torch.int64, device="cuda")
     for repeat in range(REPEATS):
         out, lse = outs[repeat > 0], sums[repeat > 0]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 import pytest
 
 from flashtune.core.errors import FlashtuneError
 from flashtune.core.record import Record
+from scripts import kernels
 from scripts.kernels import FOLDER, choose, files, shipped_records
 
 SHIPPED = shipped_records()
@@ -36,6 +39,17 @@ def test_folder_contains_exactly_the_examples() -> None:
     # No two examples are the same kernel.
     assert len({text.partition('"""')[2] for text in written.values()}) == len(written)
     assert sum(text.count("\n") for text in written.values()) < 8000
+
+
+def test_files_are_written_without_a_folder_and_others_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "kernels"
+    monkeypatch.setattr(kernels, "FOLDER", folder)
+    for name in ("first", "second"):
+        monkeypatch.setattr(kernels, "files", lambda records, name=name: {f"{name}/a.py": "1"})
+        kernels.main()
+        assert [path.relative_to(folder) for path in folder.rglob("*.py")] == [Path(name, "a.py")]
 
 
 def test_example_is_the_kernel_that_most_gpus_select() -> None:

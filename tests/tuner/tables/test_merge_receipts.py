@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -9,13 +10,14 @@ import pytest
 
 from flashtune.core.record import Measurement, Record, Verdict
 from flashtune.db.codec import Check
-from flashtune.db.table import TunedTable, shipped_table
+from flashtune.db.table import Timing, TunedTable, dump_table, shipped_table
 from flashtune.dispatch.versions import current_versions
 from flashtune.tuner.tables.admission import digest_of
-from flashtune.tuner.tables.table_receipts import sibling
-from scripts.merge_receipts import merged, parts_of
+from flashtune.tuner.tables.table_receipts import part_of, rendered_digests, sibling
+from scripts import merge_receipts
+from scripts.merge_receipts import main, merged, parts_of
 
-VERDICT = Verdict(True, 0.4, 12, "", "NVIDIA H200")
+VERDICT = Verdict(True, 0.4, 12, "", "NVIDIA H200", ("random",))
 
 
 def check(record: Record, digest: str, driver: str) -> Check:
@@ -47,32 +49,111 @@ def renewed(record: Record, **changes: Any) -> Record:
     )
 
 
-def test_parts_have_all_records_and_the_receipts_of_their_kernels(base: TunedTable) -> None:
-    parts = parts_of(base, 2)
-    assert tuple(record for part in parts for record in part.records) == base.records
-    assert [part.receipts for part in parts] == [base.receipts] * 2
-    assert merged(base, base, parts) == (base, [])
+def separate(base: TunedTable) -> list[TunedTable]:
+    """Parts of one problem each, as older splits made them although the records share a kernel."""
+    return [part_of(base, {record.problem}) for record in base.records]
+
+
+def with_entries(part: TunedTable, *receipts: Check, **changes: Any) -> TunedTable:
+    return msgspec.structs.replace(part, receipts=receipts, **changes)
+
+
+def test_records_that_share_a_kernel_stay_together(base: TunedTable) -> None:
+    (part,) = parts_of(base, 2)
+    assert part == base
+    assert merged(base, base, [part]) == (base, [])
+
+
+def test_parts_have_all_records_and_the_receipts_of_their_kernels() -> None:
+    shipped = shipped_table("nvidia-h200")
+    assert shipped is not None
+    few = part_of(shipped, {record.problem for record in shipped.records[:40]})
+    parts = parts_of(few, 3)
+    assert len(parts) == 3
+    assert {record for part in parts for record in part.records} == {*few.records}
+    assert sum(len(part.records) for part in parts) == len(few.records)
+    kernels = [rendered_digests(part.records) for part in parts]
+    assert sum(map(len, kernels)) == len(set.union(*kernels))
+    assert {receipt for part in parts for receipt in part.receipts} == {*few.receipts}
 
 
 def test_records_with_another_kernel_are_renewed(base: TunedTable) -> None:
-    first, second = parts_of(base, 2)
+    first, second = separate(base)
     record = renewed(second.records[0])
-    added = check(record, sibling_digest(record), "2.0")
-    verified = msgspec.structs.replace(second, records=(record,), receipts=(*second.receipts, added))
-    table, skipped = merged(base, base, [first, verified])
-    assert table.records == (base.records[0], record)
-    assert set(table.receipts) == {*base.receipts, added}
-    assert skipped == []
+    verified = msgspec.structs.replace(second, records=(record,))
+    assert merged(base, base, [first, verified]) == (
+        msgspec.structs.replace(base, records=(base.records[0], record)),
+        [],
+    )
+
+
+def test_new_receipts_need_a_pass_in_every_part_with_the_kernel(base: TunedTable) -> None:
+    first, second = separate(base)
+    added = check(second.records[0], sibling_digest(second.records[0]), "2.0")
+    added = msgspec.structs.replace(
+        added, versions=msgspec.structs.replace(added.versions, triton="9.9.9"), seconds=None
+    )
+    other = msgspec.structs.replace(added, verdict=Verdict(True, 0.7, 5, "", "NVIDIA H200", ("random",)))
+    verified = with_entries(second, *second.receipts, added)
+    # The first part did not reach the kernel, or the kernel failed there.
+    assert merged(base, base, [first, verified])[0] == base
+    table, _ = merged(base, base, [with_entries(first, *first.receipts, other), verified])
+    (whole,) = set(table.receipts) - set(base.receipts)
+    assert (whole.verdict.worst_ratio, whole.verdict.checks) == (0.7, 17)
+
+
+def test_a_verdict_of_the_record_stands_for_a_receipt(base: TunedTable) -> None:
+    first, second = separate(base)
+    record = first.records[0]
+    versions = msgspec.structs.replace(record.versions, triton="9.9.9")
+    added = msgspec.structs.replace(check(record, digest_of(record), "2.0"), versions=versions)
+    verified = with_entries(second, *second.receipts, added)
+    own = msgspec.structs.replace(record, versions=versions, verdict=VERDICT)
+    passed = msgspec.structs.replace(first, records=(own,))
+    assert added in merged(base, base, [passed, verified])[0].receipts
+    wrong = msgspec.structs.replace(
+        own, verdict=msgspec.structs.replace(VERDICT, passed=False, failed="wrong")
+    )
+    failed = msgspec.structs.replace(first, records=(wrong,))
+    assert added not in merged(base, base, [failed, verified])[0].receipts
+
+
+def test_new_receipts_need_a_pass_of_records_since_the_split(base: TunedTable) -> None:
+    only = msgspec.structs.replace(base, records=base.records[:1], receipts=())
+    record = only.records[0]
+    added = check(record, sibling_digest(record), "1.0")
+    verified = with_entries(only, added)
+    assert merged(only, only, [verified])[0].receipts == (added,)
+    searched = msgspec.structs.replace(base, receipts=())
+    assert merged(only, searched, [verified])[0].receipts == ()
 
 
 def test_receipts_of_kernels_that_failed_are_left_out(base: TunedTable) -> None:
-    first, second = parts_of(base, 2)
-    table, _ = merged(base, base, [first, msgspec.structs.replace(second, receipts=())])
+    first, second = separate(base)
+    table, _ = merged(base, base, [first, with_entries(second)])
     assert table.receipts == ()
 
 
+def test_entries_that_the_table_lost_since_the_split_stay_out(base: TunedTable) -> None:
+    record = base.records[0]
+    assert record.kernel is not None
+    assert record.measurement is not None
+    time = Timing(
+        problem=record.problem.key,
+        kernel=record.kernel,
+        versions=msgspec.structs.replace(record.versions, triton="9.9.9"),
+        measurement=record.measurement,
+    )
+    base = msgspec.structs.replace(base, times=(time,))
+    table = msgspec.structs.replace(base, receipts=(), times=())
+    assert merged(base, table, parts_of(base, 1)) == (table, [])
+    again = msgspec.structs.replace(time, measurement=Measurement(0.5, 0.5, 0.5, 21))
+    measured = msgspec.structs.replace(base, times=(again,))
+    assert merged(base, table, [measured])[0].times == (again,)
+
+
 def test_records_of_searches_since_the_split_are_kept(base: TunedTable) -> None:
-    first, second = parts_of(base, 2)
+    first, second = separate(base)
     record = second.records[0]
     assert record.config is not None
     searched = msgspec.structs.replace(
@@ -85,3 +166,32 @@ def test_records_of_searches_since_the_split_are_kept(base: TunedTable) -> None:
     assert skipped == [renewed(record)]
     # Parts that changed nothing leave the table's newer records.
     assert merged(base, table, [first, second])[0].records == table.records
+
+
+def test_newer_records_with_the_same_config_are_kept(base: TunedTable) -> None:
+    first, second = separate(base)
+    record = second.records[0]
+    newer = msgspec.structs.replace(record, measurement=Measurement(0.1, 0.1, 0.1, 21))
+    table = msgspec.structs.replace(base, records=(base.records[0], newer))
+    verified = msgspec.structs.replace(second, records=(renewed(record),))
+    result, skipped = merged(base, table, [first, verified])
+    assert result.records == table.records
+    assert skipped == [renewed(record)]
+
+
+def test_tables_that_cannot_be_written_are_named(
+    base: TunedTable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "table.json"
+    before = dump_table(base)
+    path.write_bytes(before)
+    main(["split", str(path), "2", str(tmp_path / "parts")])
+    part = tmp_path / "parts/part-0.json"
+    assert part.read_bytes() == before
+    main(["merge", str(path), str(path), str(part)])
+    assert path.read_bytes() == before
+    duplicate = msgspec.structs.replace(base, records=(*base.records, base.records[0]))
+    monkeypatch.setattr(merge_receipts, "merged", lambda *tables: (duplicate, []))
+    with pytest.raises(SystemExit, match=r"^error: "):
+        main(["merge", str(path), str(path), str(part)])
+    assert path.read_bytes() == before
