@@ -59,7 +59,7 @@ def rendered(problem: Problem, config: MaskedConfig = CONFIG, lse: bool = True) 
 
 
 def test_all_features_but_latent_and_deterministic_are_supported() -> None:
-    # Only gradients can be asked to be deterministic.
+    # Only gradients have a deterministic variant.
     assert not FAMILY.features & {Feature.MLA, Feature.DETERMINISTIC}
     asked = {feature for changes in ASKED.values() for feature in a_problem(**changes).features}
     assert asked == FAMILY.features

@@ -50,7 +50,7 @@ def waits() -> tuple[Mutant, ...]:
              (Patch("mbarrier.wait(shared.kv_full.index(2 * GROUP + 1), 0)", "pass"),
               Patch(WAIT_DOUT, "pass", None, 2))),
             ("room for dS not waited for", ROOM_FOR_DS, "pass"),
-            # The barrier of a tile of queries does not know of its row.
+            # The barrier of a tile of queries does not count its row.
             ("statistics' bytes forgotten",
              "mbarrier.expect(shared.q_full.index(q_state.stage), QUERY_BYTES)",
              "mbarrier.expect(shared.q_full.index(q_state.stage), KEY_BYTES)"),
