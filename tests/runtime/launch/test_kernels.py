@@ -8,7 +8,7 @@ import os
 import py_compile
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -27,6 +27,22 @@ from flashtune.launch.kernel_cache import kernel_of
 TARGET = find_target("h200")
 DEVICE = torch.device("cuda", 0)
 Make = Callable[..., Record]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A kernel cache of the test's own. No kernel counts as loaded, since loading writes the copies."""
+    monkeypatch.setenv("FLASHTUNE_CACHE_DIR", str(tmp_path / "cache"))
+    kernel_folder().mkdir(parents=True)
+    for name in loaded_kernels():
+        monkeypatch.delitem(sys.modules, name)
+    yield
+    for name in loaded_kernels():
+        del sys.modules[name]
+
+
+def loaded_kernels() -> list[str]:
+    return [name for name in sys.modules if name.startswith("flashtune_kernel_")]
 
 
 def copy_of(record: Record) -> Path:
@@ -59,16 +75,12 @@ def test_verified_cached_source_needs_no_template_engine(
 def test_modified_cached_source_is_rendered_again(problem: Problem, make_record: Make, content: str) -> None:
     record = make_record(problem)
     path = copy_of(record)
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content.encode(errors="surrogateescape"))
-    sys.modules.pop(f"flashtune_kernel_{record.kernel}", None)
     kernel = kernel_of(record, record.specialization)
     assert kernel.digest == record.kernel
     assert "tampered" not in kernel.source
     assert load_module(kernel).launch_plan
     assert path.read_text() == kernel.source
-    path.unlink()
-    sys.modules.pop(f"flashtune_kernel_{kernel.digest}")
 
 
 def theirs(path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,17 +105,13 @@ def test_file_that_others_may_have_written_is_not_used(
     record = make_record(problem)
     mine = kernel_of(record, record.specialization)
     path = copy_of(record)
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.touch(0o644)
     path.write_text(f"# theirs\n{mine.source}")
     assert "# theirs" in kernel_of(record, record.specialization).source, "the digest is the same"
     theirs(path, kind, monkeypatch)
     assert "# theirs" not in kernel_of(record, record.specialization).source
-    sys.modules.pop(f"flashtune_kernel_{mine.digest}", None)
     load_module(mine)
     assert path.read_text() == mine.source
-    path.unlink()
-    sys.modules.pop(f"flashtune_kernel_{mine.digest}")
 
 
 @pytest.mark.parametrize("character", "\v\x1c\x85\u2028")
@@ -121,18 +129,13 @@ def test_bytecode_next_to_cached_source_is_not_run(problem: Problem, make_record
     record = make_record(problem)
     kernel = kernel_of(record, record.specialization)
     path = copy_of(record)
-    path.parent.mkdir(parents=True, exist_ok=True)
     # Of the size and the time that Python's loader would compare.
     path.write_text("raise SystemExit('tampered')".ljust(len(kernel.source)))
-    compiled = Path(py_compile.compile(str(path), doraise=True) or "")
+    py_compile.compile(str(path), doraise=True)
     times = path.stat().st_atime_ns, path.stat().st_mtime_ns
     path.write_text(kernel.source)
     os.utime(path, ns=times)
-    sys.modules.pop(f"flashtune_kernel_{kernel.digest}", None)
     assert load_module(kernel).launch_plan
-    compiled.unlink()
-    path.unlink()
-    sys.modules.pop(f"flashtune_kernel_{kernel.digest}")
 
 
 def test_source_replaced_by_another_installation_is_not_read(
@@ -143,7 +146,6 @@ def test_source_replaced_by_another_installation_is_not_read(
     head, body = mine.source.rsplit(":\n    ", 1)
     theirs = msgspec.structs.replace(mine, source=f"{head}:  # a comment of another version\n    {body}")
     assert theirs.digest == mine.digest
-    sys.modules.pop(f"flashtune_kernel_{mine.digest}", None)
     write = compilation._write_once
     monkeypatch.setattr(compilation, "_write_once", lambda path, _: write(path, theirs.source))
     function = getattr(load_module(mine), mine.entry)
@@ -151,8 +153,6 @@ def test_source_replaced_by_another_installation_is_not_read(
     assert copy_of(record).read_text() == theirs.source
     linecache.checkcache()
     assert inspect.getsource(load_module(mine)) == mine.source
-    copy_of(record).unlink()
-    sys.modules.pop(f"flashtune_kernel_{mine.digest}")
 
 
 def test_other_specialisation_or_template_is_rendered(problem: Problem, make_record: Make) -> None:
@@ -164,4 +164,3 @@ def test_other_specialisation_or_template_is_rendered(problem: Problem, make_rec
     copy_of(record).write_text("# of another template")
     old = msgspec.structs.replace(record, versions=other)
     assert "another template" not in kernel_of(old, record.specialization).source
-    copy_of(record).unlink()
