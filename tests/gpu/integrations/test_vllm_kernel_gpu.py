@@ -1,7 +1,5 @@
 """Tests of the vLLM backend against vLLM's own Triton kernel. The tester provides its files."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Callable

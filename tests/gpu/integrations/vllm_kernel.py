@@ -4,8 +4,6 @@ FLASHTUNE_VLLM_OPS names the folder `vllm/v1/attention/ops` of vLLM 0.33, or a c
 `triton_unified_attention.py` and `triton_attention_helpers.py`. The rest of vLLM is not needed.
 """
 
-from __future__ import annotations
-
 import enum
 import importlib
 import math

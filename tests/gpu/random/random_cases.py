@@ -1,7 +1,5 @@
 """A random problem for a kernel: lengths near block bounds, any head sharing, any valid probe."""
 
-from __future__ import annotations
-
 import random
 
 import msgspec

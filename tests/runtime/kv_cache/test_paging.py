@@ -1,7 +1,5 @@
 """Tests of the block manager against plain lists: allocation, sharing and refusals."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest
