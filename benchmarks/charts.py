@@ -1,7 +1,5 @@
 """Charts of measurements in SVG: a grid of panels with lines, and a legend above."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 

@@ -8,8 +8,6 @@ through a table or a figure that `benchmarks/documents.py` writes. Otherwise it 
 exemptions, with a reason. Code, links and comments are not checked.
 """
 
-from __future__ import annotations
-
 import enum
 import re
 import sys

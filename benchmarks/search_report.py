@@ -4,8 +4,6 @@
 scripts that measured them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 

@@ -3,8 +3,6 @@
 A record's config belongs to its family. It is decoded in a second stage, by the family's type.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import sys

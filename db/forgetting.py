@@ -1,7 +1,5 @@
 """Deletes records and the selections that name them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 Each line holds one field of a record, so a diff shows the changed fields of a problem.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Iterable

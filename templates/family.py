@@ -1,7 +1,5 @@
 """The interface of kernel families. Each folder here implements it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any, Protocol, TypeAlias, TypeVar
 

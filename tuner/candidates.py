@@ -1,7 +1,5 @@
 """`Candidate`, a config of a family; search spaces; and the capacity check that prunes candidates."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import msgspec

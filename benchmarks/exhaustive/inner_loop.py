@@ -1,7 +1,5 @@
 """The inner loop of a kernel's machine code: its instructions and their issue time."""
 
-from __future__ import annotations
-
 import functools
 from collections import Counter
 from collections.abc import Sequence

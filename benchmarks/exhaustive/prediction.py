@@ -7,8 +7,6 @@ Each problem is judged with constants fitted to the other tables. No GPU is need
 benchmarks.documents --write` puts the table into docs/prediction.md.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import sys

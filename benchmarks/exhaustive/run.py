@@ -1,7 +1,5 @@
 """Makes a tabular benchmark: all cores compile, while one process verifies and times finished kernels."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Iterator

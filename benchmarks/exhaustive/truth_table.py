@@ -4,8 +4,6 @@ A table holds one family's configs for one problem: the whole space, or a unifor
 compressed JSON, decoded as strictly as a shipped table.
 """
 
-from __future__ import annotations
-
 import enum
 import functools
 import hashlib

@@ -12,8 +12,6 @@ Modules and kernels of the check are preloaded during compilation, which may tak
 preloading shows the difference.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import enum

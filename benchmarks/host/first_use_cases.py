@@ -1,7 +1,5 @@
 """Kernels for the measurement of first uses: all families, types, features and both passes."""
 
-from __future__ import annotations
-
 import msgspec
 
 from flashtune.core.kernel import Alignment, Specialization

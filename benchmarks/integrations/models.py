@@ -9,8 +9,6 @@ the attention function of `flashtune.integrations.transformers.register()` inste
 of the rounds. It takes about three minutes on an NVIDIA H200.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import itertools

@@ -1,7 +1,5 @@
 """The tables of the integrations' pages, from saved results. A table without a result says so."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterator
 from pathlib import Path

@@ -11,8 +11,6 @@ Each test function gets an equal number of cases, as far as it has so many. Case
 count. Several processes share the cases. A process that loses its GPU or hangs is replaced by another one.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import contextlib

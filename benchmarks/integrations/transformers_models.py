@@ -9,8 +9,6 @@ prepared. Each figure is the median of the rounds. The compiler of `flex_attenti
 `--usual sdpa eager` leaves it out.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import statistics

@@ -9,8 +9,6 @@ all heads. A second measurement without dropout shows the cost of dropout. Tune 
 `flashtune search --phase training --shape ...,dropout` (the printed command). Needs a GPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import shlex

@@ -17,8 +17,6 @@ heads, sequences or rows share. Rows are written after each shape. The exit code
 was not reached, or is below 0.98 with any mask.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import math

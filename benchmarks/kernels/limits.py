@@ -8,8 +8,6 @@ warm-up. If a call launches several kernels, the row is of the one with most cyc
 profiler repeats kernels at another clock than usual, so that rows have cycles and no times.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import shutil

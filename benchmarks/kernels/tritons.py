@@ -6,8 +6,6 @@ Runs of two Triton versions are in two processes, between which clocks differ. E
 to cuDNN's in its own run. If cuDNN has no row, the reference is a copy of device memory.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -5,8 +5,6 @@ of all families draw these points too. Problems are those of verification: small
 without keys.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import random

@@ -5,8 +5,6 @@ in the table, and one GPU that runs one candidate at a time. A search of a minut
 own arithmetic.
 """
 
-from __future__ import annotations
-
 import hashlib
 import heapq
 import itertools

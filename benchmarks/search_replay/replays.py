@@ -1,7 +1,5 @@
 """Simulated searches with several strategies, and their regret."""
 
-from __future__ import annotations
-
 import math
 import shutil
 import statistics

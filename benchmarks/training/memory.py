@@ -12,8 +12,6 @@ implementation runs twice, since first calls compile and verify kernels, and the
 a GPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import gc

@@ -8,8 +8,6 @@ of interleaved rounds. `benchmarks.kernels.dropout` measures GPU time with dropo
 `benchmarks/host/compare.py` calls without gradients. Needs a GPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import statistics

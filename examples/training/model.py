@@ -1,7 +1,5 @@
 """A decoder of GPT-2's structure (Radford et al., 2019). The caller supplies the attention."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import msgspec

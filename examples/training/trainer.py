@@ -1,7 +1,5 @@
 """Trains with one attention implementation: losses, times of steps and peak memory."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import time

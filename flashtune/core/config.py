@@ -1,7 +1,5 @@
 """`Config`: one point of a family's search space. `Space` and `Axis` define the space."""
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Literal

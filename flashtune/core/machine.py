@@ -4,8 +4,6 @@ Such a failure gives no information about the kernel, so no result is stored for
 installed packages are read here too, also of packages without metadata: vendored, frozen, or in an archive.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import importlib.util

@@ -1,7 +1,5 @@
 """`Record`: the resources, verdict and measurement of a candidate; `Selection`; ties of measurements."""
 
-from __future__ import annotations
-
 import enum
 import math
 from typing import Annotated

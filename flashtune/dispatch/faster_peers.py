@@ -1,7 +1,5 @@
 """Compares the times of selections, measured or estimated, with those of the baselines."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Attention of one batch of a serving engine: new tokens of several sequences over a paged KV cache."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 

@@ -3,8 +3,6 @@
 `ServingBackend` has no base class. Its subclass that extends SGLang's is made when it is first used.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any, NamedTuple
 

@@ -12,8 +12,6 @@ is one of these:
 No function here waits for the GPU.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -4,8 +4,6 @@ Triton's launcher is a Python object that checks for scratch memory in every cal
 driver are constant. So they are recorded once, and later calls bypass the launcher.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`Call`: all arguments of one call of attention, of any entry point."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 

@@ -6,8 +6,6 @@ other two have few operands, which costs less. A program that loads a saved grap
 this module first.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple

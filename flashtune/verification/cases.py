@@ -4,8 +4,6 @@ A kernel's source does not depend on lengths, head counts or batch, so one binar
 chooses the lengths and their probes.
 """
 
-from __future__ import annotations
-
 import enum
 import itertools
 from collections.abc import Iterable, Iterator

@@ -1,7 +1,5 @@
 """Numbers of queries and keys of a problem's sequences."""
 
-from __future__ import annotations
-
 import random
 from typing import NamedTuple
 

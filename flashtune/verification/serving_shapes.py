@@ -5,8 +5,6 @@ lengths, pages and splits add further borders. Sequences have different lengths 
 some have no key, one key, or no query.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 

@@ -28,8 +28,6 @@ have large ones. One wrong key in a thousand exceeds it if that key is a needle.
 must be exact: zero, with a log-sum-exp of -inf.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

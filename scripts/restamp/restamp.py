@@ -1,7 +1,5 @@
 """Moves receipts to kernels with changed source and unchanged machine code, from files of their sources."""
 
-from __future__ import annotations
-
 import ast
 import enum
 import functools

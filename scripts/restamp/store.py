@@ -1,7 +1,5 @@
 """Restamps the records of a table or a database, with receipts and times of their kernels."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The search space of the fused backward family."""
 
-from __future__ import annotations
-
 import enum
 
 from flashtune.core.config import Axis, BlockSize, Config, RegisterCap, Space

@@ -1,7 +1,5 @@
 """The search space of Hopper's backward pass."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import msgspec

@@ -1,7 +1,5 @@
 """The search space of the split backward family."""
 
-from __future__ import annotations
-
 import functools
 
 from flashtune.core.config import Axis, BlockSize, Config, RegisterCap, Space, Stages, Warps

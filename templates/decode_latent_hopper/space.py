@@ -1,7 +1,5 @@
 """The search space of the latent Hopper family."""
 
-from __future__ import annotations
-
 import math
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """The search space of the split-KV family."""
 
-from __future__ import annotations
-
 import math
 from typing import Annotated
 

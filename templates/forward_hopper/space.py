@@ -1,7 +1,5 @@
 """The search space of the Hopper family."""
 
-from __future__ import annotations
-
 import enum
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """The search space of the family with an outer loop over keys."""
 
-from __future__ import annotations
-
 from flashtune.core.config import Axis, BlockSize, Config, RegisterCap, Space
 from flashtune.core.problem import Problem
 from flashtune.templates.common.model.sram import is_exact

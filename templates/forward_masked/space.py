@@ -1,7 +1,5 @@
 """The search space of the masked family."""
 
-from __future__ import annotations
-
 from flashtune.core.config import Axis, BlockSize, Config, RegisterCap, Space
 from flashtune.core.problem import Causal, Problem
 from flashtune.core.target import Target

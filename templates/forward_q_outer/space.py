@@ -1,7 +1,5 @@
 """The search space of the q-outer family."""
 
-from __future__ import annotations
-
 import enum
 
 from flashtune.core.config import Axis, AxisValue, BlockSize, Config, RegisterCap, Space

@@ -1,7 +1,5 @@
 """Emulates rendered `backward_hopper` kernels on arrays, without prologue and epilogue."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tests of plans with features on a GPU: graphs, binaries, compiled programs and selection."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

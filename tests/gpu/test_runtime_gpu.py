@@ -1,7 +1,5 @@
 """Tests of the runtime on a GPU: kinds of tensors, compilation, capture and threads."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Any

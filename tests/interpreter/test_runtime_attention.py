@@ -1,7 +1,5 @@
 """Tests of `attention` in the interpreter, against float64."""
 
-from __future__ import annotations
-
 import warnings
 
 import hypothesis

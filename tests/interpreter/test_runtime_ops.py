@@ -1,7 +1,5 @@
 """Tests of the operators under compilers, tracers and autograd."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any

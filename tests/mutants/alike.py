@@ -1,7 +1,5 @@
 """Compares the results of two kernels on all probes and random problems, bitwise if deterministic."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 

@@ -1,7 +1,5 @@
 """Mutants: a correct rendered kernel, and a patch of its text with an error."""
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Iterable

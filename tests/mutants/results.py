@@ -1,7 +1,5 @@
 """Saved results of mutants and of correct kernels."""
 
-from __future__ import annotations
-
 import enum
 import gzip
 import zlib

@@ -5,8 +5,6 @@ The last is wrong where both are third tiles. All compute full attention, whose 
 problems.
 """
 
-from __future__ import annotations
-
 import re
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Calls of attention with features: their tensors, and float64 references."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -4,8 +4,6 @@ Tensors and side inputs are as kernels are given them: dense, packed, or in page
 nothing here knows of tiles.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Explains a kernel's speed: SRAM budget, roofline, traffic, occupancy and other candidates."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import msgspec

@@ -1,7 +1,5 @@
 """Attention of a whole model over sequence length: memory, HBM traffic and roofline times."""
 
-from __future__ import annotations
-
 import math
 
 import msgspec

@@ -1,7 +1,5 @@
 """Ranks recorded problems by the total time of their calls."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import NamedTuple
 

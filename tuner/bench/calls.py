@@ -1,7 +1,5 @@
 """The call of flashtune that computes a problem, as a program writes it."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Runs `flashtune bench` over several problems, after it compiles their kernels in parallel."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import msgspec

@@ -1,7 +1,5 @@
 """FlexAttention on a problem's inputs, as its users call it: compiled for each shape, with one mask."""
 
-from __future__ import annotations
-
 import functools
 import operator
 from collections.abc import Callable

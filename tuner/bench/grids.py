@@ -1,7 +1,5 @@
 """Grids of shapes from attention papers, and figures measured elsewhere at these shapes."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import msgspec

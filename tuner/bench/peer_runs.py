@@ -1,7 +1,5 @@
 """The baselines of `flashtune bench`, bound to one problem's inputs."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext

@@ -1,7 +1,5 @@
 """Results of `flashtune bench`, as they are shown, saved and loaded, and their units."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import msgspec

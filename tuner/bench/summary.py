@@ -1,7 +1,5 @@
 """Summaries of several benches: speed over each baseline, and over figures measured elsewhere."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 

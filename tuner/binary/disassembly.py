@@ -5,8 +5,6 @@ for Hopper. The kernel then reads the wrong tile, at an address that a warp of a
 register.
 """
 
-from __future__ import annotations
-
 import functools
 import operator
 import re

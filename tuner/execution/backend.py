@@ -3,8 +3,6 @@
 A simulation of a search has implementations of its own.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Collection, Iterator

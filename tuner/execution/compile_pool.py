@@ -1,7 +1,5 @@
 """Compilation of candidates in worker processes, with a time limit."""
 
-from __future__ import annotations
-
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Protocol, Self

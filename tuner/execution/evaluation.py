@@ -3,8 +3,6 @@
 `Predictor` is the measurer of searches without a GPU.
 """
 
-from __future__ import annotations
-
 import math
 from concurrent.futures import Future
 from typing import Protocol

@@ -3,8 +3,6 @@
 The cause of a crash, a time-out or a failed tool is the candidate or the machine. A probe decides which.
 """
 
-from __future__ import annotations
-
 import os
 import resource
 import time

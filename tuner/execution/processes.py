@@ -5,8 +5,6 @@ therefore starts in milliseconds, and no process inherits a CUDA context. Each w
 It kills the worker's process group when the worker or the program that started it ends.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import functools

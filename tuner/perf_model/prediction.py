@@ -6,8 +6,6 @@ in `fitted.json`, which `benchmarks.exhaustive.prediction` makes from tabular be
 measured architecture. Their terms are features of a config that hold for every shape.
 """
 
-from __future__ import annotations
-
 import enum
 import functools
 import math

@@ -4,8 +4,6 @@ A failed candidate is a completed trial with a violated constraint. The sampler 
 trial and propose it again.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 

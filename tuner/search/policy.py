@@ -1,7 +1,5 @@
 """The interface that proposes candidates to a search, and the default policy."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Protocol
 

@@ -1,7 +1,5 @@
 """The request, progress and result of a search."""
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Callable
 

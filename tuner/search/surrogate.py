@@ -4,8 +4,6 @@ Candidates that differ on few axes have similar times, and times follow the pred
 of the logarithms of times has a term for each. The candidate grid has the distances of candidates.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 

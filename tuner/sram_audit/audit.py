@@ -4,8 +4,6 @@ A model must be a lower bound: it must never prune a config that fits. It should
 others, to save their compilation.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections import deque

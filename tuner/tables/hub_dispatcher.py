@@ -7,8 +7,6 @@ warning per kind of call says so.
 `flashtune export --format hf-kernel` copies this module into packages, so it imports nothing of flashtune.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """The kernel that a command uses: the one that the user names, or the one that dispatch would use."""
 
-from __future__ import annotations
-
 import msgspec
 
 from flashtune.core.config import Config

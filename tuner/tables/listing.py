@@ -1,7 +1,5 @@
 """Lists of stored selections with TFLOP/s, the best SDPA time and the verification status."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import msgspec

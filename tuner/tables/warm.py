@@ -1,7 +1,5 @@
 """`flashtune warm`: compiles, loads and verifies kernels before the first calls."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 

@@ -6,8 +6,6 @@ the kernel's digest, the template and the versions. Gluon kernels cannot be inte
 only the receipt is checked.
 """
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Hashable, Iterable, Mapping
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Phase and sizes of a model's calls as a user wrote them; imports nothing heavy."""
 
-from __future__ import annotations
-
 import enum
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Models as lists of attention problems, so that a search can name a model; the two passes of training."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import NamedTuple
 

@@ -6,8 +6,6 @@ pages. They are gathered into a copy if their rows have no common stride, or if 
 pages. All happens on the device.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """`flash_attn_with_kvcache` of all versions: new tokens are rotated, appended and attended to."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

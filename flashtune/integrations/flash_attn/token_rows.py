@@ -3,8 +3,6 @@
 Nothing here reads a length on the host. All functions are differentiable.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

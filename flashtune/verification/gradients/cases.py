@@ -5,8 +5,6 @@ Both lengths are therefore chosen around multiples of each tile side, up to more
 stages. Tile sides are powers of two, so multiples of a larger one are multiples of the smaller.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from typing import NamedTuple

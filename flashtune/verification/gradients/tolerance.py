@@ -45,8 +45,6 @@ P·|dP - delta|.
 Rows without any visible pair must be exactly zero.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

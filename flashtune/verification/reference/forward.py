@@ -17,8 +17,6 @@ the reference uses additions, products and copies where possible. It does not di
 only if not all rows are compared.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

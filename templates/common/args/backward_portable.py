@@ -1,7 +1,5 @@
 """Shared code of portable backward families: unsupported problems, and values for templates."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

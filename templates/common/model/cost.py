@@ -5,8 +5,6 @@ another. The constants below were fitted to times of configs at random shapes on
 others: docs/dispatch.md.
 """
 
-from __future__ import annotations
-
 import msgspec
 
 from flashtune.core.problem import Dtype, Problem

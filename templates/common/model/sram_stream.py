@@ -1,7 +1,5 @@
 """The minimum SRAM of a tile of queries and a stream of K and V, item by item."""
 
-from __future__ import annotations
-
 import msgspec
 
 from flashtune.templates.common.model.sram import (

@@ -1,7 +1,5 @@
 """HBM traffic of a loop order: repeated reads of tiles, and cache hits."""
 
-from __future__ import annotations
-
 import math
 
 import msgspec

@@ -1,7 +1,5 @@
 """Tests of dropout on a GPU, in both passes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests of gradients on a GPU against float64, and of their determinism."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tests of a native family on its GPU together with portable families."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

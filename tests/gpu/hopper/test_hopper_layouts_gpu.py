@@ -1,7 +1,5 @@
 """Tests of memory layouts on a Hopper GPU: families and results."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

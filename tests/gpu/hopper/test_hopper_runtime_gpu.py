@@ -1,7 +1,5 @@
 """Tests of Hopper kernels on their GPU: graphs, streams, threads, many addresses, huge outputs."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Tests of torch's attention served by flashtune on a GPU, against float64 and torch's own operators."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import statistics

@@ -1,7 +1,5 @@
 """A random problem for a kernel: lengths near tile sides, any head sharing, any valid probe."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 

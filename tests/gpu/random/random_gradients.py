@@ -6,8 +6,6 @@ draws so many problems, compiles their kernels on all cores, and compares each g
 the GPU. It prints the errors, and the largest share of an allowed error by family and by gradient.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 import sys

@@ -6,8 +6,6 @@ draws so many problems, compiles their kernels on all cores, holds each against 
 says what was wrong. One kernel computes many problems, since lengths, heads and batch are not in it.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import random

@@ -1,7 +1,5 @@
 """The job of the GPU process: the self-check of one kernel, and then random problems."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import msgspec

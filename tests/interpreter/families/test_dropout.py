@@ -1,7 +1,5 @@
 """Tests of dropout in the interpreter: masks and their reproducibility."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

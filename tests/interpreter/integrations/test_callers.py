@@ -1,7 +1,5 @@
 """Tests of the integration that explanations name, and of recordings through transformers."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Tests of flash_attn's functions on float32 and bfloat16 tensors, with kernels in Triton's interpreter."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

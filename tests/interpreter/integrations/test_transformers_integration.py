@@ -1,7 +1,5 @@
 """Tests of transformers' models served by flashtune in the interpreter, on the CPU, against float64."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

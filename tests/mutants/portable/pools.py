@@ -1,7 +1,5 @@
 """Processes for compilation or the GPU: a process that hangs or dies is replaced."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Iterable, Iterator

@@ -1,7 +1,5 @@
 """Tests of `PagedKVCache` under random sequences of calls."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

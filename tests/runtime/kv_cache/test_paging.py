@@ -1,7 +1,5 @@
 """Tests of the block manager: allocation, sharing and refusals."""
 
-from __future__ import annotations
-
 import pytest
 
 from flashtune.core.errors import CacheFullError, UsageError

@@ -4,8 +4,6 @@ Seeds are fixed, so that a test that passes once always does. Bounds are those o
 a test looks at: independent ones would pass with a probability of about 0.99.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator

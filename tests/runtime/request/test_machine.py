@@ -1,7 +1,5 @@
 """Tests that machine errors are distinguished from kernel errors by type and errno."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

@@ -1,7 +1,5 @@
 """Each operand of a call reaches the kernels of both passes, as values of a launch or in the kernel."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -3,8 +3,6 @@
 Transformers imports the attention functions of one package for the whole process.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import inspect

@@ -1,7 +1,5 @@
 """Tiny models of twelve architectures with random weights, and their outputs and gradients with padding."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Tests of emulated Hopper backward kernels against the reference, with and without dropout."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tests of emulated Hopper backward kernels with windows, softcap, sinks and packed sequences."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

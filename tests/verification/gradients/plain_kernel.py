@@ -3,8 +3,6 @@
 It reads lengths itself, sequence by sequence. Mistakes are put into its inputs, or made by its `Hooks`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

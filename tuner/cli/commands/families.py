@@ -1,7 +1,5 @@
 """`flashtune families`: the values of `--family`."""
 
-from __future__ import annotations
-
 import msgspec
 
 from flashtune.tuner.cli.command import flashtune_command

@@ -1,7 +1,5 @@
 """Results of `flashtune bench` for a terminal, and their groups: a panel for each head dim and mask."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
