@@ -173,17 +173,11 @@ def temporary_folder() -> Path:
 
 
 class WrittenFolder(NamedTuple):
-    """A folder to which a compilation writes.
+    """A folder to which a compilation writes."""
 
-    Attributes:
-        what: A description, such as `the Triton cache`.
-        where: Returns the folder.
-        variable: The environment variable that sets the folder.
-    """
-
-    what: str
-    where: Callable[[], Path]
-    variable: str
+    what: str  # A description, such as `the Triton cache`.
+    where: Callable[[], Path]  # Returns the folder.
+    variable: str  # The environment variable that sets the folder.
 
 
 WRITTEN_FOLDERS = (
