@@ -1,5 +1,6 @@
 """Records as a search stores them."""
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -10,6 +11,8 @@ from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Problem
 from flashtune.core.record import Measurement, Outcome, PeerTime, Provenance, Record, Verdict, Versions
 from flashtune.core.target import find_target
+from flashtune.db.codec import Check
+from flashtune.db.table import Timing, TunedTable, dump_table
 from flashtune.dispatch.versions import current_versions
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
@@ -74,3 +77,12 @@ def make_record(
         measurement=None if ms is None else measured(ms, peers),
     )
     return msgspec.structs.replace(record, **changes)
+
+
+def write_table(
+    path: Path, *records: Record, receipts: tuple[Check, ...] = (), times: tuple[Timing, ...] = ()
+) -> Path:
+    """Writes a table of records of one GPU, and returns its path."""
+    table = TunedTable(target=records[0].target, records=records, receipts=receipts, times=times)
+    path.write_bytes(dump_table(table))
+    return path
