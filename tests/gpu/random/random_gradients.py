@@ -20,13 +20,13 @@ import msgspec
 
 from benchmarks.saved import save
 from flashtune.core.config import Config
+from flashtune.core.layouts import DENSE_LAYOUTS
 from flashtune.core.problem import Causal, Direction, Feature, Problem
 from flashtune.core.target import Target, device_target
 from flashtune.templates.family import Family, unsupported_reason
 from flashtune.templates.registry import families, find_family
 from flashtune.verification.cases import SCALES, Case
 from flashtune.verification.gradients.cases import tiles_of
-from flashtune.verification.inputs.guarded_tensors import Layout
 from flashtune.verification.lengths import Lengths, is_ragged
 from flashtune.verification.probes import Probe
 from tests.gpu.random.random_cases import HEADS, LONGEST, MAX_PAIRS
@@ -108,7 +108,7 @@ def random_gradients(chance: random.Random, problem: Problem, config: Config) ->
         probe=chance.choice((*PROBES, *more)),
         block=tiles.least,
         scale=chance.choice(SCALES) * problem.head_dim**-0.5,
-        layout=chance.choice(tuple(Layout)),
+        layout=chance.choice(DENSE_LAYOUTS),
         repeats=2,
         lengths=drawn if is_ragged(problem) else msgspec.UNSET,
     )
