@@ -21,6 +21,7 @@ import triton
 
 from flashtune.core.features.records import NUMBERS
 from flashtune.core.files import read_bounded
+from flashtune.core.layouts import Layout
 from flashtune.launch.compilation import compile_kernel, load_module
 from flashtune.launch.tma_descriptors import typed
 from flashtune.launch.workspaces import allocate_workspace
@@ -30,7 +31,6 @@ from flashtune.templates.registry import find_family
 from flashtune.tuner.execution.inputs import make_inputs
 from flashtune.tuner.workloads.models import forward_of
 from flashtune.verification.cases import Level
-from flashtune.verification.inputs.guarded_tensors import Layout
 from flashtune.verification.passes import planned_cases
 
 if TYPE_CHECKING:
