@@ -1,16 +1,11 @@
 """Limits of an SQLite connection, since a database file may be damaged or of unknown origin."""
 
-from __future__ import annotations
-
 import sqlite3
 import stat
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from flashtune.core.errors import StoreError
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 # A record's JSON has at most 256 KiB. Larger values are refused before they are read into memory.
 MAX_VALUE_BYTES = 1024 * 1024

@@ -10,10 +10,24 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from sqlalchemy import Integer, Table, Text, delete, literal_column, select, update
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Integer,
+    Label,
+    Row,
+    Select,
+    Table,
+    Text,
+    delete,
+    literal_column,
+    select,
+    update,
+)
 
 from flashtune.core.record import Record
 from flashtune.db.codec import (
+    Check,
     decode_check,
     encode_check,
     encode_record,
@@ -26,11 +40,7 @@ from flashtune.db.schema import CHECKS, FALLBACKS, RECORDS, SELECTIONS
 from flashtune.db.stored_rows import StoredRecord, readable, stored_text
 
 if TYPE_CHECKING:
-    from sqlalchemy import ColumnElement, Connection, Label, Row, Select
     from sqlalchemy.dialects import postgresql, sqlite
-
-    from flashtune.core.record import Record
-    from flashtune.db.codec import Check
 
     Upsert = sqlite.Insert | postgresql.Insert
     AnyRow = Row[*tuple[Any, ...],]

@@ -14,13 +14,13 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from flashtune.core.errors import KernelError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from torch import Tensor
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 # The largest number of cached addresses, per tensor and in combination. A full cache is cleared.

@@ -1,10 +1,9 @@
 """The float64 reference of inputs, with the tolerance of each row, and the comparison of results with it."""
 
-from __future__ import annotations
-
 import itertools
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -12,19 +11,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from flashtune.core.layouts import Layout
-from flashtune.testing.inputs import packed
+from flashtune.testing.inputs import Inputs, packed
 from flashtune.verification.gradients.head_sampling import Pairs
 from flashtune.verification.gradients.reference import Chosen, expect_gradients
 from flashtune.verification.gradients.scores import BackwardCase
+from flashtune.verification.gradients.tolerance import Gradient
 from flashtune.verification.inputs.guarded_tensors import bits_of
 from flashtune.verification.reference.forward import Sample, expect
 from flashtune.verification.tolerance import worst_ratio
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from flashtune.testing.inputs import Inputs
-    from flashtune.verification.gradients.tolerance import Gradient
 
 # Rows that are computed at a time, which bounds the memory.
 ROWS = 1024

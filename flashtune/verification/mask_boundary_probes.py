@@ -1,13 +1,15 @@
 """Inputs that expose errors at mask boundaries, and inputs for keys whose first columns are the values."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
+from flashtune.core.features.records import ExtraInputs
+from flashtune.core.problem import Problem
 from flashtune.verification.inputs.placement import aside
+from flashtune.verification.lengths import Lengths
 from flashtune.verification.reference.masks import (
     COMPARISONS_OF_A_MASK,
     Rows,
@@ -15,13 +17,6 @@ from flashtune.verification.reference.masks import (
     distinct_masks,
     unhidden_keys,
 )
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from flashtune.core.features.records import ExtraInputs
-    from flashtune.core.problem import Problem
-    from flashtune.verification.lengths import Lengths
 
 # Pairs of queries and keys that are processed at a time. Each border takes a few dozen bytes.
 CHUNK_PAIRS = 2**27

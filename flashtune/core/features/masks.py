@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from flashtune.core.features.plain_problem import Causal
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from flashtune.core.features.records import ExtraInputs, FeatureFields
 
 

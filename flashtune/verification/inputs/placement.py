@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
+from flashtune.core.problem import Problem
 from flashtune.verification.inputs.guarded_tensors import BITS
 from flashtune.verification.lengths import Lengths
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from flashtune.core.problem import Problem
 
 # Unused pages, in addition to a quarter of the number of used pages.
 SPARE_PAGES = 3
