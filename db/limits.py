@@ -51,9 +51,8 @@ class Deadline:
 def restrict(connection: sqlite3.Connection, seconds: float) -> Deadline:
     """Limits the time and memory that a database file can use, and the functions its schema may call.
 
-    Args:
-        connection: A connection that has executed nothing yet.
-        seconds: Computing time until statements are stopped, counted from now or from the last `restart`.
+    The connection has executed nothing yet. Its `seconds` of computing time count from now or from the last
+    `restart`.
     """
     connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_VALUE_BYTES)
     # Text that is not UTF-8 would fail a whole query. Keep the bytes: the decoder rejects the row.

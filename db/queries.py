@@ -175,11 +175,8 @@ def _row_key(connection: Connection, table: Table) -> ColumnElement[Any]:
 def select_chosen(table: Table, target: str | None = None) -> Select[*tuple[Any, ...]]:
     """Returns a query for the records that a table names, with the time of their selection.
 
-    Rows are in the order of targets and problems.
-
-    Args:
-        table: `SELECTIONS` or `FALLBACKS`.
-        target: A GPU's name, None for all.
+    Rows are in the order of targets and problems. `table` is `SELECTIONS` or `FALLBACKS`. `target` is a GPU's
+    name, or None for all.
     """
     query = (
         select(
@@ -219,11 +216,8 @@ def take_unchosen(
 ) -> None:
     """Stores selections and fallbacks for problems that have none.
 
-    Args:
-        connection: The database.
-        selections: Records and their rows, at most one for each problem and target.
-        fallbacks: Records and rows of the fallbacks of these problems.
-        pinned_at: The time of the selection.
+    Both lists have records and their rows, at most one for each problem and target. `fallbacks` are those of
+    these problems, `pinned_at` is the time of the selection.
     """
     for table, rows in ((SELECTIONS, selections), (FALLBACKS, fallbacks)):
         values = [

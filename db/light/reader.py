@@ -63,8 +63,7 @@ class _Row(NamedTuple):
 def open_reader(url: str | None = None) -> Reader | None:
     """Returns a reader of a database, or None if the file does not exist (yet).
 
-    Args:
-        url: A path or an SQLAlchemy URL; None for `FLASHTUNE_DB` or the user's cache folder.
+    `url` is a path or an SQLAlchemy URL; None means `FLASHTUNE_DB` or the user's cache folder.
     """
     address = database_url(url)
     path = sqlite_path(address)

@@ -26,11 +26,8 @@ REMEMBER = (
 def remember_check(check: Check, url: str | None = None) -> None:
     """Stores a self-check's verdict, and replaces an earlier one of the same kernel, GPU and versions.
 
-    Creates the database if there is none.
-
-    Args:
-        check: The verdict.
-        url: A path or an SQLAlchemy URL; None for `FLASHTUNE_DB` or the user's cache folder.
+    Creates the database if there is none. `url` is a path or an SQLAlchemy URL; None means `FLASHTUNE_DB` or
+    the user's cache folder.
     """
     address = database_url(url)
     path = sqlite_path(address)

@@ -72,10 +72,7 @@ class Workspaces:
     ) -> None:
         """Plans one piece of memory for all workspaces. With a custom `allocate`, each has its own.
 
-        Args:
-            shapes: The shape of each workspace, by name.
-            device: The device of the launch.
-            allocate: Returns the memory of one workspace.
+        `shapes` has the shape of each workspace, by name. `allocate` returns the memory of one workspace.
         """
         self.names = tuple(shapes)
         self._shapes = tuple(shapes.values())
