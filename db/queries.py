@@ -10,10 +10,24 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from sqlalchemy import Integer, Table, Text, delete, literal_column, select, update
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Integer,
+    Label,
+    Row,
+    Select,
+    Table,
+    Text,
+    delete,
+    literal_column,
+    select,
+    update,
+)
 
 from flashtune.core.record import Record
 from flashtune.db.codec import (
+    Check,
     decode_check,
     encode_check,
     encode_record,
@@ -26,11 +40,7 @@ from flashtune.db.schema import CHECKS, FALLBACKS, RECORDS, SELECTIONS
 from flashtune.db.stored_rows import StoredRecord, readable, stored_text
 
 if TYPE_CHECKING:
-    from sqlalchemy import ColumnElement, Connection, Label, Row, Select
     from sqlalchemy.dialects import postgresql, sqlite
-
-    from flashtune.core.record import Record
-    from flashtune.db.codec import Check
 
     Upsert = sqlite.Insert | postgresql.Insert
     AnyRow = Row[*tuple[Any, ...],]
@@ -165,11 +175,8 @@ def _row_key(connection: Connection, table: Table) -> ColumnElement[Any]:
 def select_chosen(table: Table, target: str | None = None) -> Select[*tuple[Any, ...]]:
     """Returns a query for the records that a table names, with the time of their selection.
 
-    Rows are in the order of targets and problems.
-
-    Args:
-        table: `SELECTIONS` or `FALLBACKS`.
-        target: A GPU's name, None for all.
+    Rows are in the order of targets and problems. `table` is `SELECTIONS` or `FALLBACKS`. `target` is a GPU's
+    name, or None for all.
     """
     query = (
         select(
@@ -209,11 +216,8 @@ def take_unchosen(
 ) -> None:
     """Stores selections and fallbacks for problems that have none.
 
-    Args:
-        connection: The database.
-        selections: Records and their rows, at most one for each problem and target.
-        fallbacks: Records and rows of the fallbacks of these problems.
-        pinned_at: The time of the selection.
+    Both lists have records and their rows, at most one for each problem and target. `fallbacks` are those of
+    these problems, `pinned_at` is the time of the selection.
     """
     for table, rows in ((SELECTIONS, selections), (FALLBACKS, fallbacks)):
         values = [

@@ -9,9 +9,10 @@ from collections.abc import Callable, Generator, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch import Tensor
 
 from flashtune.launch.binding import Binary, bind
-from flashtune.launch.tensors import ForwardTensors
+from flashtune.launch.tensors import BackwardTensors, ForwardTensors
 from flashtune.verification.inputs.guarded_tensors import (
     Guarded,
     Role,
@@ -26,11 +27,8 @@ from flashtune.verification.inputs.placement import pick
 from flashtune.verification.tolerance import worst_ratio
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from flashtune.core.kernel import Kernel
     from flashtune.core.target import Target
-    from flashtune.launch.tensors import BackwardTensors
     from flashtune.verification.cases import Case
     from flashtune.verification.gradients.inputs import Prepared as PreparedGradients
     from flashtune.verification.inputs.prepared import Prepared

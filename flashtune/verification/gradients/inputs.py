@@ -3,16 +3,15 @@
 They are made on the device. A search caches them for its next candidates.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from flashtune.core.features.records import ExtraInputs
 from flashtune.core.kernel import Alignment
 from flashtune.core.layouts import TORCH_DTYPES
-from flashtune.core.problem import Bias
+from flashtune.core.problem import Bias, Problem
 from flashtune.launch.tensors import BackwardTensors
 from flashtune.verification.cases import Case, lengths_of
 from flashtune.verification.gradients.head_sampling import Pairs, sample_pairs
@@ -29,14 +28,9 @@ from flashtune.verification.inputs.guarded_tensors import (
 from flashtune.verification.inputs.memory import Dense, Memory, MemoryFrame, fill, placed
 from flashtune.verification.inputs.placement import aside, capacities, excused, missing, query_places
 from flashtune.verification.inputs.prepared import ROWS_AFTER, CaseCache, float_values, generator_of
+from flashtune.verification.lengths import Lengths
 from flashtune.verification.probes import Probe, with_needles
 from flashtune.verification.reference.forward import sample
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from flashtune.core.problem import Problem
-    from flashtune.verification.lengths import Lengths
 
 # Heads that are not compared get a log-sum-exp of about the right size, so that probabilities are finite.
 ABOUT_ONE = 1.0

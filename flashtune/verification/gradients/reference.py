@@ -6,14 +6,13 @@ exact. To bound the memory, only some pairs of a sequence and a KV head are comp
 are computed in slices of query rows, whose contributions to dk and dv are summed.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
 
 from flashtune.core.features.records import NO_EXTRA_INPUTS
-from flashtune.core.problem import Bias, Dtype
+from flashtune.core.problem import Bias, Dtype, Problem
 from flashtune.verification.gradients.head_sampling import Pairs, Piece, pieces
 from flashtune.verification.gradients.scores import BackwardCase, SinkRows, Work, largest, once, work_on
 from flashtune.verification.gradients.tolerance import (
@@ -23,16 +22,10 @@ from flashtune.verification.gradients.tolerance import (
     RowFigures,
     allowed_error,
 )
+from flashtune.verification.lengths import Lengths
 from flashtune.verification.reference.masks import Rows
 from flashtune.verification.reference.scores import score_rows, together
 from flashtune.verification.tolerance import larger, squared
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from flashtune.core.problem import Problem
-    from flashtune.verification.gradients.head_sampling import Pairs
-    from flashtune.verification.lengths import Lengths
 
 
 class OfHeads(NamedTuple):

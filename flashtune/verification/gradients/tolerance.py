@@ -159,13 +159,9 @@ def beyond_order(first: Tensor, later: Tensor, allowed: Tensor, stored: torch.dt
 
     It must not be above 0. Another order of float32 sums may round an element to the neighbouring number. Its
     error before rounding is a small share of the row's tolerance. Most of the tolerance is for 16-bit
-    rounding errors, which all launches share.
-
-    Args:
-        first: Rows of one launch, [..., rows, columns].
-        later: Rows of another launch.
-        allowed: Tolerance of each row, [..., rows] in float64.
-        stored: The 16-bit dtype of the rows.
+    rounding errors, which all launches share. `first` and `later` are rows of two launches, [..., rows,
+    columns]. `allowed` are the tolerances of rows, [..., rows] in float64. `stored` is the 16-bit dtype of
+    the rows.
     """
     numbers = torch.finfo(stored)
     wide = first.double()

@@ -1,15 +1,15 @@
 """The inputs of a case in poisoned memory: tensors, lengths, block tables and scales of a launch."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from flashtune.core.features.records import TENSORS, ExtraInputs
 from flashtune.core.kernel import Alignment
 from flashtune.core.layouts import STORED_DTYPES, TORCH_DTYPES, Layout
-from flashtune.core.problem import Bias, KvScale
+from flashtune.core.problem import Bias, KvScale, Problem
 from flashtune.verification.inputs.guarded_tensors import (
     Guarded,
     Role,
@@ -29,14 +29,7 @@ from flashtune.verification.inputs.placement import (
     sequence_inputs,
     unused_entries,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
-    from flashtune.core.problem import Problem
-    from flashtune.verification.lengths import Lengths
+from flashtune.verification.lengths import Lengths
 
 # Hostile lengths exceed the true ones by this. A kernel that uses them reads the poison after the tensors.
 OVER = 37

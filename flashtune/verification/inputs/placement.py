@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
+from flashtune.core.features.records import ExtraInputs
+from flashtune.core.problem import Problem
 from flashtune.verification.inputs.guarded_tensors import BITS
 from flashtune.verification.lengths import Lengths
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from flashtune.core.features.records import ExtraInputs
-    from flashtune.core.problem import Problem
 
 # Unused pages, in addition to a quarter of the number of used pages.
 SPARE_PAGES = 3
@@ -218,12 +215,9 @@ def _rows(tensor: Tensor) -> Tensor:
 def pick(memory: Tensor, problem: Problem, lengths: Lengths, heads: Tensor, rows: Tensor) -> Tensor:
     """Returns some rows of some heads of an output or a log-sum-exp: [heads, rows, ...].
 
-    Args:
-        memory: [batch, heads, rows, ...], or [1, heads, total_q, ...] of a varlen batch.
-        problem: Whether it is varlen.
-        lengths: Lengths of the sequences.
-        heads: The heads, each as `sequence · heads of a sequence + head`.
-        rows: Rows of a sequence. Rows that a shorter sequence does not have are replaced by other rows.
+    `memory` is [batch, heads, rows, ...], or [1, heads, total_q, ...] of a varlen batch. Each head is
+    `sequence · heads of a sequence + head`. Rows that a shorter sequence does not have are replaced by other
+    rows.
     """
     batch, head = heads // problem.heads, heads % problem.heads
     if not problem.packed:
@@ -254,9 +248,8 @@ def missing(problem: Problem, lengths: Lengths, heads: Tensor, rows: Tensor) -> 
 def excused(allowed: Tensor, absent: Tensor | None) -> Tensor:
     """Returns tolerances that accept anything for absent rows, in whose place other rows are compared.
 
-    Args:
-        allowed: Tolerances in float64, on any device.
-        absent: Boolean of the same shape on the CPU, or None if no rows are absent.
+    `allowed` is in float64, on any device. `absent` is a boolean of the same shape on the CPU, or None if no
+    rows are absent.
     """
     return allowed if absent is None else allowed + (ANYTHING * absent.double()).to(allowed.device)
 
