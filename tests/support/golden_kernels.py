@@ -6,8 +6,6 @@ writes their texts, which `make render-diff` compares between two revisions. Lin
 format of `sha256sum`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Tests of the argument checks in rendered wrappers."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import re

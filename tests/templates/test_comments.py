@@ -1,7 +1,5 @@
 """Tests that comments, docstrings and wrappers do not affect digests and versions."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from importlib import resources

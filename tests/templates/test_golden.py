@@ -4,8 +4,6 @@ After a template was changed on purpose: read `make render-diff`, then
 `pytest tests/templates/test_golden.py --update-golden`.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import re

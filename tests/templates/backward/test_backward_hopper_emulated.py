@@ -1,7 +1,5 @@
 """Tests of emulated Hopper backward kernels: gradients, and the order of dq sums."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Tests of emulated Hopper backward kernels with windows, softcap, sinks, packed sequences, dropout."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Problems for `flashtune bench` that are small enough for the CPU."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

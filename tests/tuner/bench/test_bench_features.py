@@ -1,7 +1,5 @@
 """Tests of `flashtune bench` with features: each implementation computes the problem that is asked for."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable

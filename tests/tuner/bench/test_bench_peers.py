@@ -1,7 +1,5 @@
 """Tests of the baselines of `flashtune bench`: arguments, refusals and installation."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

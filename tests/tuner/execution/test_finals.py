@@ -1,7 +1,5 @@
 """Tests of the final measurement without a GPU (see search/test_gpu.py for times)."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from typing import Any

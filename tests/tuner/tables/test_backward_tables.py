@@ -1,7 +1,5 @@
 """Records of backward passes on their way through verification and export."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 

@@ -1,7 +1,5 @@
 """Tests of `flashtune verify` without a GPU: compilation, size, interpretation and receipts."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from functools import partial

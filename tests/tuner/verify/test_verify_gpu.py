@@ -1,7 +1,5 @@
 """Tests of `flashtune verify` on a fake GPU: checked, timed, skipped and written records."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`flashtune verify --sample`: one kernel of each class."""
 
-from __future__ import annotations
-
 import json
 from itertools import permutations
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests of the operations and bytes of problems, and of the rates that searches print."""
 
-from __future__ import annotations
-
 import pytest
 
 from flashtune.core.problem import Problem

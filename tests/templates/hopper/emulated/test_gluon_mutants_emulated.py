@@ -1,7 +1,5 @@
 """Tests that the emulator accepts Gluon kernels and detects their mutants."""
 
-from __future__ import annotations
-
 import time
 
 import msgspec

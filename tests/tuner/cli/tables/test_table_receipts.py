@@ -1,7 +1,5 @@
 """Tests of receipts in imported tables: only those of the table's kernels are accepted."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
