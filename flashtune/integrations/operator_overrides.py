@@ -113,9 +113,9 @@ class ForwardOperator(Protocol):
     """
 
     name: str
-    flags: int
-    has_options: bool
-    is_packed: bool
+    flags: int = 2
+    has_options: bool = True
+    is_packed: bool = False
 
     def read(self, args: tuple[Any, ...], options: dict[str, Any], /) -> Reading | None:
         """Returns the call, or None if flashtune does not compute such calls of the operator."""
@@ -124,8 +124,10 @@ class ForwardOperator(Protocol):
     def inputs(
         self, q: Tensor, k: Tensor, v: Tensor, other: Tensor | None, known: Options, /
     ) -> Inputs | None:
-        """Returns the inputs of a later call with the same options. None if each call must be read."""
-        ...
+        """Returns the inputs of a later call with the same options.
+
+        None if each call must be read. That is the default, because packed sequences differ in each.
+        """
 
     def results(self, result: Result, args: tuple[Any, ...], options: Options, /) -> Any:
         """Returns the operator's results from those of a kernel for a call with these options."""
