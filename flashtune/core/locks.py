@@ -1,7 +1,5 @@
 """Locks of modules, which are free in a forked child."""
 
-from __future__ import annotations
-
 import os
 import threading
 from types import TracebackType

@@ -32,53 +32,34 @@ refused_jobs: dict[tuple[object, ...], bool] = SESSION.cache("refused by transfo
 
 
 class Job(NamedTuple):
-    """A call of flashtune for a layer.
+    """A call of flashtune for a layer."""
 
-    Attributes:
-        call: The call. Its output is [batch, seqlen_q, heads, value_head_dim], or packed.
-        usual: Name of the replaced operator in records, or None if it has no measurements.
-        inverse: The places of tokens in the output, if padding was moved. None otherwise.
-        short: The properties that distinguish jobs with tensors of their own. None for other jobs.
-        is_apart: Whether the call has a bias and a causal mask, which could be merged.
-    """
-
-    call: Call
+    call: Call  # The call. Its output is [batch, seqlen_q, heads, value_head_dim], or packed.
+    # Name of the replaced operator in records, or None if it has no measurements.
     usual: str | None
+    # The places of tokens in the output, if padding was moved. None otherwise.
     inverse: tuple[Tensor, Tensor] | None = None
+    # The properties that distinguish jobs with tensors of their own. None for other jobs.
     short: tuple[object, ...] | None = None
-    is_apart: bool = False
+    is_apart: bool = False  # Whether the call has a bias and a causal mask, which could be merged.
 
 
 class Layer(NamedTuple):
-    """The attention of one layer: its inputs, and the facts that follow from them. `layer_of` makes it.
+    """The attention of one layer: its inputs, and the facts that follow from them. `layer_of` makes it."""
 
-    Attributes:
-        q: [batch, heads, seqlen_q, head_dim].
-        k: [batch, kv_heads, seqlen_kv, head_dim].
-        v: [batch, kv_heads, seqlen_kv, value_head_dim].
-        mask: A mask of `transformers_masks`, an additive mask, or None.
-        bias: Bias that is added to the scores, or None.
-        causal: Whether queries see no later keys, if there is no mask.
-        scale: Factor of the scores, or None.
-        side: The softcap, the sinks and the dropout.
-        seqlen_q: The number of queries.
-        seqlen_kv: The number of keys.
-        pattern: The pattern of the mask, or None if it is not known.
-        starts: Where packed queries and keys begin, and the longest lengths. None if nothing is packed, or if
-            the mask may have padding.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    mask: Tensor | None
-    bias: Tensor | None
-    causal: bool
-    scale: float | None
-    side: ExtraInputs
+    q: Tensor  # [batch, heads, seqlen_q, head_dim].
+    k: Tensor  # [batch, kv_heads, seqlen_kv, head_dim].
+    v: Tensor  # [batch, kv_heads, seqlen_kv, value_head_dim].
+    mask: Tensor | None  # A mask of `transformers_masks`, an additive mask, or None.
+    bias: Tensor | None  # Bias that is added to the scores, or None.
+    causal: bool  # Whether queries see no later keys, if there is no mask.
+    scale: float | None  # Factor of the scores, or None.
+    side: ExtraInputs  # The softcap, the sinks and the dropout.
     seqlen_q: int
     seqlen_kv: int
-    pattern: masks.Pattern | None
+    pattern: masks.Pattern | None  # The pattern of the mask, or None if it is not known.
+    # Where packed queries and keys begin, and the longest lengths. None if nothing is packed, or if the mask
+    # may have padding.
     starts: tuple[Tensor, Tensor, int, int] | None
 
     @property
