@@ -103,8 +103,14 @@ def _from(url: str, rows: Callable[[], Iterable[AnyRow]]) -> Iterator[AnyRow]:
 
 
 def _counts(news: Counter[bool], ends: Counter[MergeOutcome], checks: int) -> MergeCounts:
-    outcomes = (ends[end] for end in (MergeOutcome.ADDED, MergeOutcome.REPLACED, MergeOutcome.KEPT))
-    return MergeCounts(news[True], news[False], *outcomes, checks)
+    return MergeCounts(
+        news[True],
+        news[False],
+        ends[MergeOutcome.ADDED],
+        ends[MergeOutcome.REPLACED],
+        ends[MergeOutcome.KEPT],
+        checks,
+    )
 
 
 def _merge_records(theirs: Connection, ours: Connection, source_url: str) -> Counter[bool]:

@@ -111,12 +111,19 @@ class ForwardOperator(Protocol):
         ...
 
     def inputs(
-        self, q: Tensor, k: Tensor, v: Tensor, other: Tensor | None, known: Options, /
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        other: Tensor | None,
+        known: Options,
+        /,  # noqa: ARG002
     ) -> Inputs | None:
         """Returns the inputs of a later call with the same options.
 
         None if each call must be read. That is the default, because packed sequences differ in each.
         """
+        return None
 
     def results(self, result: Result, args: tuple[Any, ...], options: Options, /) -> Any:
         """Returns the operator's results from those of a kernel for a call with these options."""
