@@ -113,12 +113,13 @@ class ForwardOperator(Protocol):
         v: Tensor,
         other: Tensor | None,
         known: Options,
-        /,  # noqa: ARG002
+        /,
     ) -> Inputs | None:
         """Returns the inputs of a later call with the same options.
 
         None if each call must be read. That is the default, because packed sequences differ in each.
         """
+        del q, k, v, other, known
         return None
 
     def results(self, result: Result, args: tuple[Any, ...], options: Options, /) -> Any:
