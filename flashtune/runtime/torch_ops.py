@@ -52,19 +52,12 @@ AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.
 
 
 class Operator(NamedTuple):
-    """One operator.
+    """One operator."""
 
-    Attributes:
-        name: Its name in the library.
-        names: The names of its operands.
-        returns: The types of its results.
-        options: Options that are not operands.
-    """
-
-    name: str
-    names: tuple[str, ...]
-    returns: str
-    options: dict[str, object]
+    name: str  # Its name in the library.
+    names: tuple[str, ...]  # The names of its operands.
+    returns: str  # The types of its results.
+    options: dict[str, object]  # Options that are not operands.
 
     @property
     def schema(self) -> str:

@@ -95,15 +95,10 @@ def _differing_lines(old: Kernel, new: Kernel) -> int:
 
 
 class RestampedTable(NamedTuple):
-    """The restamped records of a table, and the number of moved receipts.
+    """The restamped records of a table, and the number of moved receipts."""
 
-    Attributes:
-        records: The table's records after the comparison.
-        receipts: The number of moved receipts.
-    """
-
-    records: tuple[Restamped, ...]
-    receipts: int
+    records: tuple[Restamped, ...]  # The table's records after the comparison.
+    receipts: int  # The number of moved receipts.
 
 
 def restamp_table(path: Path, folders: Iterable[Path] = (), progress: Progress = quiet) -> RestampedTable:

@@ -42,22 +42,15 @@ FARTHEST = 2**29 - 1
 
 
 class HopperBackwardContext(ProblemContext, frozen=True, kw_only=True):
-    """The values for the template in addition to the config.
-
-    Attributes:
-        width: Columns of a tile.
-        rows: Keys of a warpgroup.
-        interleaves: Whether programs are numbered by blocks of keys first, over some heads.
-        dlse: Whether the log-sum-exp has a gradient.
-    """
+    """The values for the template in addition to the config."""
 
     config: HopperBackwardConfig
-    width: int
+    width: int  # Columns of a tile.
     stagger_start: bool
     deterministic: bool
-    interleaves: bool
-    dlse: bool
-    rows: int = ROWS
+    interleaves: bool  # Whether programs are numbered by blocks of keys first, over some heads.
+    dlse: bool  # Whether the log-sum-exp has a gradient.
+    rows: int = ROWS  # Keys of a warpgroup.
     swizzle: int = SWIZZLE
     multiprocessors: int = MULTIPROCESSORS
     consumer_registers: int = CONSUMER_REGISTERS

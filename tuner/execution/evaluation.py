@@ -31,13 +31,9 @@ class Evaluation(msgspec.Struct, frozen=True):
 
 
 class Measurer(Protocol):
-    """Verifies and times candidates, one after the other.
+    """Verifies and times candidates, one after the other."""
 
-    Attributes:
-        provenance: The origin of its times.
-    """
-
-    provenance: Provenance
+    provenance: Provenance  # The origin of its times.
 
     def evaluate(
         self, scope: SearchTask, candidate: Candidate, compiled: Compiled, drop_above_ms: float | None

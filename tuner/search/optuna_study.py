@@ -25,15 +25,10 @@ STARTUP_TRIALS = 10
 
 
 class TrialResult(msgspec.Struct, frozen=True):
-    """The result of a candidate, for the sampler.
+    """The result of a candidate, for the sampler."""
 
-    Attributes:
-        ms: Its time; None if it failed.
-        excess: Demand beyond a capacity, as a fraction of the capacity.
-    """
-
-    ms: float | None
-    excess: float = 0.0
+    ms: float | None  # Its time; None if it failed.
+    excess: float = 0.0  # Demand beyond a capacity, as a fraction of the capacity.
 
 
 class Study:
