@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 import msgspec
@@ -15,11 +15,9 @@ from flashtune.core.target import Target
 C_contra = TypeVar("C_contra", bound=Config, contravariant=True)
 
 
-class Context(msgspec.Struct, frozen=True):
-    """Base of the values that a template gets in addition to its config's fields.
-
-    A value replaces the config's field of the same name. Values are ints, bools and enums, never text.
-    """
+# The values that a template gets in addition to its config's fields, which they replace. They are ints,
+# bools, enums, and tuples, structs and further contexts of these, never text.
+Context: TypeAlias = Mapping[str, object]
 
 
 class BytesItem(msgspec.Struct, frozen=True):

@@ -14,7 +14,6 @@ from flashtune.templates.backward_fused.space import (
     Reduction,
     can_copy,
     can_turn,
-    chunks_of,
     fused_space,
     usual_config,
 )
@@ -27,14 +26,14 @@ from flashtune.templates.common.args.backward_arguments import (
 )
 from flashtune.templates.common.args.backward_portable import (
     STEP_WARPS,
-    BackwardContext,
-    backward_fields,
+    backward_values,
     bias_gradient,
-    refusal,
     rows_of_step,
 )
 from flashtune.templates.common.args.feature_context import FEATURES
-from flashtune.templates.common.model.sram import Chunk, head_chunks
+from flashtune.templates.common.args.portable_context import refusal
+from flashtune.templates.common.model.sram import head_chunks
+from flashtune.templates.common.model.sram_backward import backward_chunks
 from flashtune.templates.family import Context, FamilyOf
 
 # Maximum number of elements that a program of the prologue clears at once.
@@ -42,21 +41,6 @@ CLEARED = 4096
 SUMS = "workspace_2"
 # Index of the workspace with the random words of rows, for dropout.
 RANDOM_WORKSPACE = 3
-
-
-class FusedContext(BackwardContext, frozen=True):
-    """The values for the template in addition to the config."""
-
-    reduction: Reduction
-    transpose_dq: bool
-    sum_chunk: Chunk
-    sum_rows: int
-    sum_piece: int
-
-    @property
-    def copies(self) -> bool:
-        """Whether the copy engine adds to dq."""
-        return self.reduction is Reduction.COPY_ENGINE
 
 
 class BackwardFused(FusedModel, FamilyOf[FusedConfig]):
@@ -116,17 +100,19 @@ class BackwardFused(FusedModel, FamilyOf[FusedConfig]):
 
     def context(self, problem: Problem, config: FusedConfig, specialization: Specialization) -> Context:
         sum_chunk = head_chunks(problem.head_dim, False)[0]
-        chunks = chunks_of(problem, config)
-        return FusedContext(
-            **backward_fields(problem, specialization, chunks, RANDOM_WORKSPACE),
-            is_fused=True,
-            has_full_loop=config.split_masked_loop,
-            reduction=config.reduction if can_copy(problem) else Reduction.ATOMICS,
-            transpose_dq=config.transpose_dq and can_turn(problem, specialization.alignment),
-            sum_chunk=sum_chunk,
-            sum_rows=min(config.block_m, rows_of_step(sum_chunk)),
-            sum_piece=math.gcd(CLEARED, config.block_m * problem.head_dim),
-        )
+        chunks = backward_chunks(problem, config.split_head_dim)
+        reduction = config.reduction if can_copy(problem) else Reduction.ATOMICS
+        values = backward_values(problem, specialization, chunks, RANDOM_WORKSPACE, is_fused=True)
+        return values | {
+            "has_full_loop": config.split_masked_loop,
+            "reduction": reduction,
+            # The copy engine adds to dq.
+            "copies": reduction is Reduction.COPY_ENGINE,
+            "transpose_dq": config.transpose_dq and can_turn(problem, specialization.alignment),
+            "sum_chunk": sum_chunk,
+            "sum_rows": min(config.block_m, rows_of_step(sum_chunk)),
+            "sum_piece": math.gcd(CLEARED, config.block_m * problem.head_dim),
+        }
 
 
 def _random(problem: Problem) -> tuple[str, ...]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Problem
 from flashtune.core.target import Target
-from flashtune.templates.backward_fused.space import FusedConfig, Reduction, can_copy, chunks_of
+from flashtune.templates.backward_fused.space import FusedConfig, Reduction, can_copy
 from flashtune.templates.common.model.makespan_backward import PRODUCTS_OF_ALL, delta_span, keys_span
 from flashtune.templates.common.model.sram import ASYNC_BYTES, Engine, columns, engine_of
+from flashtune.templates.common.model.sram_backward import backward_chunks
 from flashtune.templates.common.model.traffic import summed_items, unpacked
 from flashtune.templates.common.precision import InputPrecision, at_rate
 from flashtune.templates.family import BytesItem, PerformanceModel
@@ -29,7 +30,7 @@ class FusedModel(PerformanceModel[FusedConfig]):
         if engine is not Engine.WARPGROUP:
             return ()
         size = problem.dtype.itemsize
-        qk_chunks, v_chunks = chunks_of(problem, config)
+        qk_chunks, v_chunks = backward_chunks(problem, config.split_head_dim)
         row = (columns(qk_chunks) + columns(v_chunks)) * size
         streamed = config.num_stages if specialization.alignment * size >= ASYNC_BYTES else 0
         held = BytesItem("k and v", config.block_n * row)

@@ -7,7 +7,7 @@ from flashtune.core.kernel import Argument, Specialization, Step
 from flashtune.core.problem import Bias, Causal, Direction, Feature, Problem
 from flashtune.core.target import Target
 from flashtune.templates.backward_split.perf_model import SplitModel
-from flashtune.templates.backward_split.space import SplitConfig, chunks_of, split_space, usual_tiles
+from flashtune.templates.backward_split.space import SplitConfig, split_space, usual_tiles
 from flashtune.templates.common.args.backward_arguments import (
     backward_arguments,
     plain_arguments,
@@ -17,13 +17,13 @@ from flashtune.templates.common.args.backward_arguments import (
 )
 from flashtune.templates.common.args.backward_portable import (
     STEP_WARPS,
-    BackwardContext,
-    backward_fields,
+    backward_values,
     bias_gradient,
-    refusal,
 )
 from flashtune.templates.common.args.feature_context import FEATURES
-from flashtune.templates.common.model.sram import power_of_two
+from flashtune.templates.common.args.portable_context import refusal
+from flashtune.templates.common.model.sram import widest_tile
+from flashtune.templates.common.model.sram_backward import backward_chunks
 from flashtune.templates.common.precision import input_precisions
 from flashtune.templates.family import Context, FamilyOf
 
@@ -59,7 +59,7 @@ class BackwardSplit(SplitModel, FamilyOf[SplitConfig]):
 
     def default(self, problem: Problem, target: Target) -> SplitConfig:
         """Returns tiles that fit every target of the table, for untuned shapes."""
-        width = power_of_two(max(problem.head_dim, problem.value_head_dim)) * problem.dtype.itemsize
+        width = widest_tile(problem) * problem.dtype.itemsize
         masked = bool(problem.features & MASKS) or problem.causal is not Causal.NONE
         tiles = usual_tiles(width, problem, target)
         block_m, block_n, num_warps, num_stages, dq_block_m, dq_block_n, dq_warps, dq_stages = tiles
@@ -111,13 +111,10 @@ class BackwardSplit(SplitModel, FamilyOf[SplitConfig]):
         return Step("gradient_of_queries", backward_arguments(problem, specialization, tensors), options)
 
     def context(self, problem: Problem, config: SplitConfig, specialization: Specialization) -> Context:
-        chunks = chunks_of(problem, config)
-        return BackwardContext(
-            **backward_fields(problem, specialization, chunks, _random_workspace(problem)),
-            is_fused=False,
-            # The slopes' gradients are summed over all blocks of a head at once: they are in one loop then.
-            has_full_loop=config.split_masked_loop and not problem.alibi,
-        )
+        chunks = backward_chunks(problem, config.split_head_dim)
+        values = backward_values(problem, specialization, chunks, _random_workspace(problem), is_fused=False)
+        # The slopes' gradients are summed over all blocks of a head at once: they are in one loop then.
+        return values | {"has_full_loop": config.split_masked_loop and not problem.alibi}
 
 
 def _read(problem: Problem) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Problem
 from flashtune.core.target import Target
-from flashtune.templates.backward_split.space import SplitConfig, chunks_of
+from flashtune.templates.backward_split.space import SplitConfig
 from flashtune.templates.common.model.makespan_backward import (
     PRODUCTS_OF_KEYS,
     delta_span,
@@ -13,7 +13,7 @@ from flashtune.templates.common.model.makespan_backward import (
     queries_span,
 )
 from flashtune.templates.common.model.sram import columns
-from flashtune.templates.common.model.sram_backward import Walk, walk_columns, walk_items
+from flashtune.templates.common.model.sram_backward import Walk, backward_chunks, walk_columns, walk_items
 from flashtune.templates.common.model.traffic import (
     cycled_rows,
     programs_by_key_block,
@@ -94,7 +94,7 @@ class SplitModel(PerformanceModel[SplitConfig]):
 
 def _of_keys(problem: Problem, config: SplitConfig) -> Walk:
     """Returns the tiles of the kernel that loops over queries."""
-    qk_chunks, v_chunks = chunks_of(problem, config)
+    qk_chunks, v_chunks = backward_chunks(problem, config.split_head_dim)
     return Walk(
         held=config.block_n,
         walked=config.block_m,
@@ -108,7 +108,7 @@ def _of_keys(problem: Problem, config: SplitConfig) -> Walk:
 
 def _of_queries(problem: Problem, config: SplitConfig) -> Walk:
     """Returns the tiles of the kernel that loops over keys."""
-    qk_chunks, v_chunks = chunks_of(problem, config)
+    qk_chunks, v_chunks = backward_chunks(problem, config.split_head_dim)
     return Walk(
         held=config.dq_block_m,
         walked=config.dq_block_n,

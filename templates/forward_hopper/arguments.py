@@ -6,7 +6,7 @@ from flashtune.core.kernel import POINTER_ALIGNMENT, Argument, Specialization
 from flashtune.core.problem import Bias, Dtype, KvDtype, Problem
 from flashtune.templates.common.args.arguments import COUNTS, SCALES, pointer_type
 from flashtune.templates.common.args.side import side_numbers, side_strides, side_tensors
-from flashtune.templates.common.model.sram import Chunk, head_chunks
+from flashtune.templates.common.model.sram import Chunk, chunks_of
 from flashtune.templates.forward_hopper.space import (
     HopperConfig,
     copied_keys,
@@ -52,8 +52,7 @@ def hopper_arguments(
     """
     dtype = problem.dtype
     stored = stored_dtype(problem)
-    qk_chunks = head_chunks(problem.head_dim, config.split_head_dim)
-    v_chunks = head_chunks(problem.value_head_dim, config.split_head_dim)
+    qk_chunks, v_chunks = chunks_of(problem, config.split_head_dim)
     # If sequences end before their tensor, more dimensions mark their ends.
     ends_early = problem.packed or problem.kv_lengths or problem.page_size
     outer = (1, 1, 1) if ends_early else (1, 1)

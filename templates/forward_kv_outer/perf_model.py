@@ -13,8 +13,9 @@ from flashtune.templates.common.model.sram import (
     SHARING_RELEASE,
     Engine,
     Tiles,
+    chunks_of,
+    columns,
     columns_of,
-    head_chunks,
     reordered,
     tiles_of,
     triton_release,
@@ -59,7 +60,7 @@ class KVOuterModel(PerformanceModel[KVOuterConfig]):
         tiles = _tiles(problem, config, target)
         if tiles is None:
             return 0
-        scores, output = tiles.block_n, sum(chunk.width for chunk in tiles.v_chunks)
+        scores, output = tiles.block_n, columns(tiles.v_chunks)
         if triton_release() >= SHARING_RELEASE:
             return columns_of(tiles, max(scores, output))
         # Probabilities are half as wide as scores. Scores that are summed over chunks are stored twice.
@@ -104,8 +105,7 @@ class KVOuterModel(PerformanceModel[KVOuterConfig]):
 
 def _tiles(problem: Problem, config: KVOuterConfig, target: Target) -> Tiles | None:
     """Returns the tiles of a program, None for unknown architectures."""
-    qk_chunks = head_chunks(problem.head_dim, config.split_head_dim)
-    chunks = qk_chunks, head_chunks(problem.value_head_dim, config.split_head_dim)
+    chunks = chunks_of(problem, config.split_head_dim)
     return tiles_of(problem, target, (config.block_m, config.block_n), config.num_warps, chunks, ieee=False)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from flashtune.core.config import Space
 from flashtune.core.kernel import Argument, Specialization
 from flashtune.core.problem import (
-    MAX_HEAD_DIM,
     Bias,
     Causal,
     Direction,
@@ -20,8 +19,8 @@ from flashtune.templates.common.args.feature_context import (
     FEATURES,
     feature_arguments,
 )
-from flashtune.templates.common.args.portable_context import PortableContext, portable_fields
-from flashtune.templates.common.model.sram import head_chunks, power_of_two
+from flashtune.templates.common.args.portable_context import portable_values, refusal
+from flashtune.templates.common.model.sram import head_chunks, widest_tile
 from flashtune.templates.common.model.traffic import mean_queries
 from flashtune.templates.common.precision import float32_width, input_precisions
 from flashtune.templates.family import Context, FamilyOf
@@ -46,15 +45,9 @@ class ForwardMasked(MaskedModel, FamilyOf[MaskedConfig]):
     def supports(self, problem: Problem, target: Target) -> str | None:
         if not problem.features:
             return "forward_masked is for masks, changed scores, packed sequences and pages"
-        if max(problem.head_dim, problem.value_head_dim) > MAX_HEAD_DIM:
-            return f"forward_masked takes head dims up to {MAX_HEAD_DIM}"
-        if problem.dtype.is_quantized:
-            return f"forward_masked takes no queries of {problem.dtype}"
-        if {Feature.PACKED, Feature.BIAS} <= problem.features:
-            return "forward_masked takes no bias over packed sequences"
         if problem.block_mask and problem.features & {Feature.PACKED, Feature.PAGES}:
             return "forward_masked takes no block mask over packed sequences or pages"
-        return self._why_not_stored(problem, target)
+        return refusal(self.name, problem) or self._why_not_stored(problem, target)
 
     def _why_not_stored(self, problem: Problem, target: Target) -> str | None:
         """Returns the reason why keys and values cannot be read as stored, None if they can."""
@@ -71,7 +64,7 @@ class ForwardMasked(MaskedModel, FamilyOf[MaskedConfig]):
 
     def default(self, problem: Problem, target: Target) -> MaskedConfig:
         """Returns a tile that fits every target of the table, for untuned shapes."""
-        width = power_of_two(max(problem.head_dim, problem.value_head_dim)) * problem.dtype.itemsize
+        width = widest_tile(problem) * problem.dtype.itemsize
         near = problem.window_left is not None or problem.chunk > 0
         lpt = problem.causal is not Causal.NONE and not near
         precision = input_precisions(problem, target)[-1]
@@ -113,11 +106,8 @@ class ForwardMasked(MaskedModel, FamilyOf[MaskedConfig]):
         return feature_arguments(problem, specialization, ())
 
     def context(self, problem: Problem, config: MaskedConfig, specialization: Specialization) -> Context:
-        qk_chunks = head_chunks(problem.head_dim, config.split_head_dim)
-        v_chunks = value_chunks(problem, config)
-        return PortableContext(
-            **portable_fields(problem, specialization, qk_chunks, v_chunks, config.block_n)
-        )
+        chunks = head_chunks(problem.head_dim, config.split_head_dim), value_chunks(problem, config)
+        return portable_values(problem, specialization, chunks, config.block_n)
 
 
 FAMILY = ForwardMasked()

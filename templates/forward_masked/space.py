@@ -80,7 +80,7 @@ def _may_split(problem: Problem) -> bool:
     widths = problem.head_dim, problem.value_head_dim
     least = 0 if problem.dtype.is_float32 else MIN_WIDTH
     chunks = [chunk for width in widths for chunk in head_chunks(width, split_head_dim=True)]
-    return not all(map(is_exact, widths)) and all(chunk.width >= least for chunk in chunks)
+    return not is_exact(problem) and all(chunk.width >= least for chunk in chunks)
 
 
 def _ends_differ(problem: Problem) -> bool:

@@ -6,7 +6,7 @@ from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Problem
 from flashtune.core.target import Target
 from flashtune.templates.common.model.makespan import portable_span, resident_programs
-from flashtune.templates.common.model.sram import Tiles, head_chunks, tiles_of
+from flashtune.templates.common.model.sram import Tiles, chunks_of, tiles_of
 from flashtune.templates.common.model.sram_stream import Stream, stream_columns, stream_items
 from flashtune.templates.common.model.traffic import streamed_items, tiles_of_queries
 from flashtune.templates.common.precision import InputPrecision, at_rate
@@ -72,6 +72,5 @@ class QOuterModel(PerformanceModel[QOuterConfig]):
 def _tiles(problem: Problem, config: QOuterConfig, target: Target) -> Tiles | None:
     """Returns the tiles of a program, None for unknown architectures."""
     ieee = config.input_precision is InputPrecision.IEEE
-    qk_chunks = head_chunks(problem.head_dim, config.split_head_dim)
-    chunks = qk_chunks, head_chunks(problem.value_head_dim, config.split_head_dim)
+    chunks = chunks_of(problem, config.split_head_dim)
     return tiles_of(problem, target, (config.block_m, config.block_n), config.num_warps, chunks, ieee=ieee)

@@ -224,14 +224,24 @@ def head_chunks(head_dim: int, split_head_dim: bool) -> tuple[Chunk, ...]:
     return tuple(chunks)
 
 
+def chunks_of(problem: Problem, split_head_dim: bool) -> tuple[tuple[Chunk, ...], tuple[Chunk, ...]]:
+    """Returns the tiles of queries' and keys' columns, and those of values' columns."""
+    return head_chunks(problem.head_dim, split_head_dim), head_chunks(problem.value_head_dim, split_head_dim)
+
+
 def power_of_two(size: int) -> int:
     """Returns the least power of two that holds `size`, and at least the minimum of tl.dot."""
     return max(MIN_DOT_WIDTH, 1 << (size - 1).bit_length())
 
 
-def is_exact(head_dim: int) -> bool:
-    """Returns whether a head dim needs no padding."""
-    return power_of_two(head_dim) == head_dim
+def is_exact(problem: Problem) -> bool:
+    """Returns whether both head dims need no padding."""
+    return all(power_of_two(width) == width for width in (problem.head_dim, problem.value_head_dim))
+
+
+def widest_tile(problem: Problem) -> int:
+    """Returns the columns of the wider head dim as one padded tile."""
+    return power_of_two(max(problem.head_dim, problem.value_head_dim))
 
 
 def columns(chunks: tuple[Chunk, ...]) -> int:

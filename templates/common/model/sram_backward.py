@@ -17,9 +17,10 @@ from flashtune.templates.common.model.sram import (
     TENSOR_MEMORY_ROWS,
     Chunk,
     Engine,
+    chunks_of,
     columns,
     engine_of,
-    head_chunks,
+    is_exact,
 )
 from flashtune.templates.family import BytesItem
 
@@ -104,20 +105,21 @@ MAX_REGISTERS = 255
 SPARE_REGISTERS = 24
 
 
-def backward_chunks(problem: Problem, width: int, split_head_dim: bool) -> tuple[Chunk, ...]:
-    """Returns the tiles of a head dim's columns."""
-    chunks = head_chunks(width, split_head_dim)
-    if problem.dtype.is_float32 or chunks[0].width >= MIN_WIDTH:
-        return chunks
-    return (Chunk(0, 0, MIN_WIDTH, padded=True),)
+def backward_chunks(problem: Problem, split_head_dim: bool) -> tuple[tuple[Chunk, ...], tuple[Chunk, ...]]:
+    """Returns the tiles of queries' and keys' columns, and those of values' columns."""
+    qk, v = (
+        chunks
+        if problem.dtype.is_float32 or chunks[0].width >= MIN_WIDTH
+        else (Chunk(0, 0, MIN_WIDTH, padded=True),)
+        for chunks in chunks_of(problem, split_head_dim)
+    )
+    return qk, v
 
 
 def may_split(problem: Problem) -> bool:
-    """Returns whether no tile of a split head dim is too narrow."""
-    if problem.dtype.is_float32:
-        return True
-    widths = problem.head_dim, problem.value_head_dim
-    return all(chunk.width >= MIN_WIDTH for width in widths for chunk in head_chunks(width, True))
+    """Returns whether a head dim needs padding, and no tile of a split one is too narrow."""
+    widths = (chunk.width for chunks in chunks_of(problem, True) for chunk in chunks)
+    return not is_exact(problem) and (problem.dtype.is_float32 or min(widths) >= MIN_WIDTH)
 
 
 def fits_warps(
