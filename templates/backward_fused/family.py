@@ -20,14 +20,13 @@ from flashtune.templates.backward_fused.space import (
 from flashtune.templates.common.args.backward_arguments import (
     backward_arguments,
     plain_arguments,
-    score_arguments,
-    seed_arguments,
     stride_arguments,
 )
 from flashtune.templates.common.args.backward_portable import (
     STEP_WARPS,
     backward_values,
     bias_gradient,
+    delta_step,
     rows_of_step,
 )
 from flashtune.templates.common.args.feature_context import FEATURES
@@ -71,21 +70,8 @@ class BackwardFused(FusedModel, FamilyOf[FusedConfig]):
         return backward_arguments(problem, specialization, (*read, "dk", "dv", *dbias, *dslopes))
 
     def prologue(self, problem: Problem, config: FusedConfig, specialization: Specialization) -> Step | None:
-        dlse = ("dlse",) if specialization.lse else ()
-        dslopes = ("dslopes",) if problem.alibi else ()
         workspaces = ("workspace_0", "workspace_1", SUMS, *_random(problem))
-        tensors = ("out", "dout", "lse", *dlse, *workspaces, *dslopes)
-        counts = ("heads", "seqlen_q", "sum_pieces", *(("slope_count",) if problem.alibi else ()))
-        values, integers = score_arguments(problem, specialization)
-        arguments = (
-            *plain_arguments(problem.dtype, specialization, tensors),
-            *seed_arguments(problem),
-            *values,
-            *stride_arguments(specialization, tensors),
-            *(Argument(name, "i32") for name in counts),
-            *integers,
-        )
-        return Step("delta", arguments, LaunchOptions(STEP_WARPS, 1))
+        return delta_step(problem, specialization, workspaces, is_fused=True)
 
     def epilogue(self, problem: Problem, config: FusedConfig, specialization: Specialization) -> Step | None:
         packed = problem.packed > 0

@@ -6,12 +6,11 @@ from flashtune.core.kernel import POINTER_ALIGNMENT, Argument, Specialization
 from flashtune.core.problem import Problem
 from flashtune.templates.backward_hopper.space import (
     ROWS,
-    SWIZZLE,
     HopperBackwardConfig,
     interleaves,
     width_of,
 )
-from flashtune.templates.common.args.arguments import pointer_type
+from flashtune.templates.common.args.arguments import descriptor
 from flashtune.templates.common.args.backward_arguments import (
     plain_arguments,
     seed_arguments,
@@ -113,12 +112,9 @@ def _sink_parts(problem: Problem) -> tuple[str, ...]:
 
 
 def _tile(name: str, rows: int, width: int, problem: Problem) -> Argument:
-    """Returns a tile of rows of one head, in shared memory with the layout of matrix instructions."""
-    # Of packed sequences, one more dimension marks a sequence's end.
-    box = (*((1, 1, 1) if problem.packed else (1, 1)), rows, width)
-    element, bits = pointer_type(problem.dtype)[1:], 8 * problem.dtype.itemsize
-    layout = f"NVMMASharedLayout({SWIZZLE}, {bits}, {len(box)})"
-    return Argument(f"{name}_desc", f"tensordesc<{element}{list(box)},{layout}>")
+    """Returns a tile of rows of one head. Of packed sequences, one more dimension marks a sequence's end."""
+    outer = (1, 1, 1) if problem.packed else (1, 1)
+    return descriptor(f"{name}_desc", problem.dtype, (*outer, rows, width))
 
 
 def _row(name: str, columns: int) -> Argument:

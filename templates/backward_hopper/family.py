@@ -19,7 +19,6 @@ from flashtune.templates.backward_hopper.space import (
     NARROW,
     PRODUCER_REGISTERS,
     ROWS,
-    SWIZZLE,
     WIDE,
     WIDEST,
     HopperBackwardConfig,
@@ -29,6 +28,7 @@ from flashtune.templates.backward_hopper.space import (
     usual_config,
     width_of,
 )
+from flashtune.templates.common.args.arguments import WIDEST_SWIZZLE
 from flashtune.templates.common.args.problem_context import bound, problem_values
 from flashtune.templates.common.model.sram import MIN_DOT_WIDTH
 from flashtune.templates.family import Context, FamilyOf
@@ -117,7 +117,7 @@ class BackwardHopper(HopperBackwardModel, FamilyOf[HopperBackwardConfig]):
             # Columns of a tile, and keys of a warpgroup.
             "width": width,
             "rows": ROWS,
-            "swizzle": SWIZZLE,
+            "swizzle": WIDEST_SWIZZLE,
             "multiprocessors": MULTIPROCESSORS,
             "consumer_registers": CONSUMER_REGISTERS,
             "producer_registers": PRODUCER_REGISTERS,

@@ -10,15 +10,11 @@ from flashtune.templates.backward_split.perf_model import SplitModel
 from flashtune.templates.backward_split.space import SplitConfig, split_space, usual_tiles
 from flashtune.templates.common.args.backward_arguments import (
     backward_arguments,
-    plain_arguments,
-    score_arguments,
-    seed_arguments,
-    stride_arguments,
 )
 from flashtune.templates.common.args.backward_portable import (
-    STEP_WARPS,
     backward_values,
     bias_gradient,
+    delta_step,
 )
 from flashtune.templates.common.args.feature_context import FEATURES
 from flashtune.templates.common.args.portable_context import refusal
@@ -86,22 +82,8 @@ class BackwardSplit(SplitModel, FamilyOf[SplitConfig]):
         return backward_arguments(problem, specialization, (*_read(problem), "dk", "dv"))
 
     def prologue(self, problem: Problem, config: SplitConfig, specialization: Specialization) -> Step | None:
-        dlse = ("dlse",) if specialization.lse else ()
-        clears_slopes = problem.alibi and problem.packed > 0
-        dslopes = ("dslopes",) if clears_slopes else ()
-        random = (f"workspace_{_random_workspace(problem)}",) if problem.dropout else ()
-        tensors = ("out", "dout", "lse", *dlse, "workspace_0", "workspace_1", *random, *dslopes)
-        values, integers = score_arguments(problem, specialization)
-        arguments = (
-            *plain_arguments(problem.dtype, specialization, tensors),
-            *seed_arguments(problem),
-            *values,
-            *stride_arguments(specialization, tensors),
-            *(Argument(name, "i32") for name in ("heads", "seqlen_q")),
-            *((Argument("slope_count", "i32"),) if clears_slopes else ()),
-            *integers,
-        )
-        return Step("delta", arguments, LaunchOptions(STEP_WARPS, 1))
+        workspaces = ("workspace_0", "workspace_1", *_random(problem))
+        return delta_step(problem, specialization, workspaces, is_fused=False)
 
     def epilogue(self, problem: Problem, config: SplitConfig, specialization: Specialization) -> Step | None:
         options = LaunchOptions(config.dq_warps, config.dq_stages, config.maxnreg)
@@ -120,8 +102,12 @@ class BackwardSplit(SplitModel, FamilyOf[SplitConfig]):
 def _read(problem: Problem) -> tuple[str, ...]:
     """Returns tensors of both kernels, with delta, log-sum-exps and the sums for slopes' gradients."""
     slopes = ("workspace_2",) if problem.alibi else ()
-    random = (f"workspace_{_random_workspace(problem)}",) if problem.dropout else ()
-    return ("q", "k", "v", "dout", "workspace_0", "workspace_1", *slopes, *random)
+    return ("q", "k", "v", "dout", "workspace_0", "workspace_1", *slopes, *_random(problem))
+
+
+def _random(problem: Problem) -> tuple[str, ...]:
+    """Returns the workspace that dropout adds."""
+    return (f"workspace_{_random_workspace(problem)}",) if problem.dropout else ()
 
 
 def _random_workspace(problem: Problem) -> int:

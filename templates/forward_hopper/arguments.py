@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flashtune.core.kernel import POINTER_ALIGNMENT, Argument, Specialization
 from flashtune.core.problem import Bias, Dtype, KvDtype, Problem
-from flashtune.templates.common.args.arguments import COUNTS, SCALES, pointer_type
+from flashtune.templates.common.args.arguments import COUNTS, SCALES, descriptor, pointer_type
 from flashtune.templates.common.args.side import side_numbers, side_strides, side_tensors
 from flashtune.templates.common.model.sram import Chunk, chunks_of
 from flashtune.templates.forward_hopper.space import (
@@ -16,8 +16,6 @@ from flashtune.templates.forward_hopper.space import (
     stored_dtype,
 )
 
-# TMA's widest row without bank conflicts.
-WIDEST_SWIZZLE = 128
 # Steps of the descriptors of keys and values, if a tensor has the lengths of sequences.
 STEPS = ("k_batch_step", "k_head_step", "v_batch_step", "v_head_step")
 # Likewise from page to page.
@@ -172,7 +170,4 @@ def _descriptor(
     tensor: str, chunk: Chunk, chunks: tuple[Chunk, ...], dtype: KvDtype | Dtype, box: tuple[int, ...]
 ) -> Argument:
     name = f"{tensor}_desc_{chunk.index}" if len(chunks) > 1 else f"{tensor}_desc"
-    swizzle = min(WIDEST_SWIZZLE, box[-1] * dtype.itemsize)
-    layout = f"NVMMASharedLayout({swizzle}, {8 * dtype.itemsize}, {len(box)})"
-    sides = ", ".join(str(side) for side in box)
-    return Argument(name, f"tensordesc<{pointer_type(dtype)[1:]}[{sides}],{layout}>")
+    return descriptor(name, dtype, box)

@@ -64,41 +64,35 @@ class ForwardMasked(MaskedModel, FamilyOf[MaskedConfig]):
 
     def default(self, problem: Problem, target: Target) -> MaskedConfig:
         """Returns a tile that fits every target of the table, for untuned shapes."""
-        width = widest_tile(problem) * problem.dtype.itemsize
         near = problem.window_left is not None or problem.chunk > 0
-        lpt = problem.causal is not Causal.NONE and not near
-        precision = input_precisions(problem, target)[-1]
-        if problem.dtype.is_float32 and target.capability == HOPPER:
-            # A tile lies within one block of a block mask.
-            width = 128 if problem.block_mask == SHORT and width < 512 else float32_width(problem)
-            block_m, block_n, warps, stages = HOPPER_TILES[width]
-            return MaskedConfig(
-                block_m=block_m,
-                block_n=block_n,
-                num_warps=warps,
-                num_stages=stages,
-                lpt=lpt,
-                input_precision=precision,
-            )
-        if width > 512:
-            return MaskedConfig(
-                block_m=32, block_n=16, num_warps=4, num_stages=1, lpt=lpt, input_precision=precision
-            )
-        small = target.sram_per_block < SMALL_SRAM
+        block_m, block_n, warps, stages = self._default_tiles(problem, target)
+        return MaskedConfig(
+            block_m=block_m,
+            block_n=block_n,
+            num_warps=warps,
+            num_stages=stages,
+            lpt=problem.causal is not Causal.NONE and not near,
+            input_precision=input_precisions(problem, target)[-1],
+        )
+
+    def _default_tiles(self, problem: Problem, target: Target) -> tuple[int, int, int, int]:
+        """Returns queries, keys, warps and stages."""
+        width = widest_tile(problem) * problem.dtype.itemsize
         wide = problem.dtype.is_float32
+        if wide and target.capability == HOPPER:
+            # A tile lies within one block of a block mask.
+            return HOPPER_TILES[
+                128 if problem.block_mask == SHORT and width < 512 else float32_width(problem)
+            ]
+        if width > 512:
+            return 32, 16, 4, 1
+        small = target.sram_per_block < SMALL_SRAM
         short = mean_queries(problem) <= SHORT or problem.block_mask == SHORT
         rows = 64 if wide or width > 256 or short else 128
-        hopper = target.capability == HOPPER and not wide
+        hopper = target.capability == HOPPER
         # A bias is a tile of its own, in registers in addition to the scores.
         narrow = wide or (small and width > 128) or problem.bias is not Bias.NONE
-        return MaskedConfig(
-            block_m=rows,
-            block_n=32 if narrow else 64,
-            num_warps=8 if rows > SHORT else 4,
-            num_stages=3 if hopper and width <= 256 else 2,
-            lpt=lpt,
-            input_precision=precision,
-        )
+        return rows, 32 if narrow else 64, 8 if rows > SHORT else 4, 3 if hopper and width <= 256 else 2
 
     def arguments(
         self, problem: Problem, config: MaskedConfig, specialization: Specialization

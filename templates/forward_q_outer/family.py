@@ -48,29 +48,21 @@ class ForwardQOuter(QOuterModel, FamilyOf[QOuterConfig]):
                 loads=Loads.POINTER if width < 256 else Loads.DESCRIPTOR,
                 lpt=lpt,
             )
-        precision = input_precisions(problem, target)[-1]
+        small = target.sram_per_block < SMALL_SRAM
         if target.capability == HOPPER:
             block_m, block_n, warps, stages = HOPPER_TILES[float32_width(problem)]
-            return QOuterConfig(
-                block_m=block_m,
-                block_n=block_n,
-                num_warps=warps,
-                num_stages=stages,
-                lpt=lpt,
-                input_precision=precision,
-            )
-        if width > 512:
-            return QOuterConfig(
-                block_m=32, block_n=16, num_warps=4, num_stages=1, lpt=lpt, input_precision=precision
-            )
-        small = target.sram_per_block < SMALL_SRAM
+        elif width > 512:
+            block_m, block_n, warps, stages = 32, 16, 4, 1
+        else:
+            block_m, warps, stages = 128 if width <= 256 else 64, 4, 2
+            block_n = 64 if width <= 128 or not small else 32
         return QOuterConfig(
-            block_m=128 if width <= 256 else 64,
-            block_n=64 if width <= 128 or not small else 32,
-            num_warps=4,
-            num_stages=2,
+            block_m=block_m,
+            block_n=block_n,
+            num_warps=warps,
+            num_stages=stages,
             lpt=lpt,
-            input_precision=precision,
+            input_precision=input_precisions(problem, target)[-1],
         )
 
     def arguments(

@@ -12,6 +12,8 @@ COUNTS = ("heads", "group_size", "all_heads", "seqlen_q", "seqlen_kv")
 # Partial results of programs over split keys: outputs, and log-sum-exps in units of log2.
 PARTIALS = ("partial_out", "partial_lse")
 COMBINED = ("out", "lse", *PARTIALS, "stride_ob", "stride_oh", "stride_os", "heads", "seqlen_q")
+# Bytes of TMA's widest row without bank conflicts.
+WIDEST_SWIZZLE = 128
 # Triton's names of element types that differ from ours.
 TRITON_TYPES: dict[KvDtype | Dtype, str] = {KvDtype.E4M3: "fp8e4nv", KvDtype.INT8: "i8", Dtype.TF32: "fp32"}
 
@@ -62,6 +64,13 @@ def transpose_arguments(dtype: Dtype, specialization: Specialization, workspace:
 def pointer_type(dtype: KvDtype | Dtype) -> str:
     """Returns Triton's type of a pointer to such elements."""
     return f"*{TRITON_TYPES.get(dtype, dtype.value)}"
+
+
+def descriptor(name: str, dtype: KvDtype | Dtype, box: tuple[int, ...]) -> Argument:
+    """Returns a TMA descriptor of tiles that shared memory has in the layout of matrix instructions."""
+    swizzle = min(WIDEST_SWIZZLE, box[-1] * dtype.itemsize)
+    layout = f"NVMMASharedLayout({swizzle}, {8 * dtype.itemsize}, {len(box)})"
+    return Argument(name, f"tensordesc<{pointer_type(dtype)[1:]}{list(box)},{layout}>")
 
 
 def _tensor(name: str, dtype: Dtype, specialization: Specialization) -> Argument:

@@ -1,11 +1,18 @@
-"""Values for the templates of portable backward families."""
+"""Values for the templates of portable backward families, and their prologue."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from flashtune.core.kernel import Specialization
+from flashtune.core.config import LaunchOptions
+from flashtune.core.kernel import Argument, Specialization, Step
 from flashtune.core.problem import Bias, Problem
+from flashtune.templates.common.args.backward_arguments import (
+    plain_arguments,
+    score_arguments,
+    seed_arguments,
+    stride_arguments,
+)
 from flashtune.templates.common.args.portable_context import portable_values
 from flashtune.templates.common.model.sram import Chunk, head_chunks
 
@@ -47,11 +54,40 @@ def backward_values(
         "writes_dbias": bool(bias_gradient(problem, specialization)),
         # `delta` adds sinks to the sums of large scores.
         "joins_sinks": has_bias and problem.sinks,
-        # `delta` clears the gradients of slopes that other programs may not write.
-        "clears_slopes": problem.alibi and (is_fused or problem.packed > 0),
+        "clears_slopes": _clears_slopes(problem, is_fused),
         # Tensors have keys after the last one of a sequence.
         "has_more_keys": features["lengths"] or features["packed"],
     }
+
+
+def delta_step(
+    problem: Problem, specialization: Specialization, workspaces: tuple[str, ...], *, is_fused: bool
+) -> Step:
+    """Returns the launch of `delta`, the prologue, which writes these workspaces."""
+    dlse = ("dlse",) if specialization.lse else ()
+    dslopes = ("dslopes",) if _clears_slopes(problem, is_fused) else ()
+    tensors = ("out", "dout", "lse", *dlse, *workspaces, *dslopes)
+    counts = (
+        "heads",
+        "seqlen_q",
+        *(("sum_pieces",) if is_fused else ()),
+        *(("slope_count",) if dslopes else ()),
+    )
+    values, integers = score_arguments(problem, specialization)
+    arguments = (
+        *plain_arguments(problem.dtype, specialization, tensors),
+        *seed_arguments(problem),
+        *values,
+        *stride_arguments(specialization, tensors),
+        *(Argument(name, "i32") for name in counts),
+        *integers,
+    )
+    return Step("delta", arguments, LaunchOptions(STEP_WARPS, 1))
+
+
+def _clears_slopes(problem: Problem, is_fused: bool) -> bool:
+    """Returns whether `delta` clears the gradients of slopes that other programs may not write."""
+    return problem.alibi and (is_fused or problem.packed > 0)
 
 
 def bias_gradient(problem: Problem, specialization: Specialization) -> tuple[str, ...]:
