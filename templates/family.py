@@ -27,12 +27,16 @@ class BytesItem(msgspec.Struct, frozen=True):
     bytes: int
 
 
+Arguments: TypeAlias = tuple[Argument, ...]
+BytesItems: TypeAlias = tuple[BytesItem, ...]
+
+
 class PerformanceModel(Protocol[C_contra]):
     """The performance model of a family: minimum SRAM, makespan and HBM traffic of each config."""
 
     def sram_items(
         self, problem: Problem, config: C_contra, target: Target, specialization: Specialization
-    ) -> tuple[BytesItem, ...]:
+    ) -> BytesItems:
         """Returns the SRAM model, item by item, in bytes: a lower bound of the compiler's SRAM."""
         ...
 
@@ -52,9 +56,7 @@ class PerformanceModel(Protocol[C_contra]):
         """Returns configs of the space that differ from one only in the schedule of work on the GPU."""
         return ()
 
-    def hbm_items(
-        self, problem: Problem, config: C_contra, target: Target | None = None
-    ) -> tuple[BytesItem, ...]:
+    def hbm_items(self, problem: Problem, config: C_contra, target: Target | None = None) -> BytesItems:
         """Returns HBM traffic of the loop order, item by item, in bytes.
 
         Without a target, every load of a tile counts, as if there were no cache. With one, repeated loads
@@ -113,9 +115,7 @@ class FamilyOf(PerformanceModel[C_contra], Protocol[C_contra]):
         """Returns the values for the template, without the fields of the config."""
         ...
 
-    def arguments(
-        self, problem: Problem, config: C_contra, specialization: Specialization
-    ) -> tuple[Argument, ...]:
+    def arguments(self, problem: Problem, config: C_contra, specialization: Specialization) -> Arguments:
         """Returns the kernel's run-time arguments, in order, for this specialisation."""
         ...
 

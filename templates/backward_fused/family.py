@@ -33,7 +33,7 @@ from flashtune.templates.common.args.feature_context import FEATURES
 from flashtune.templates.common.args.portable_context import refusal
 from flashtune.templates.common.model.sram import head_chunks
 from flashtune.templates.common.model.sram_backward import backward_chunks
-from flashtune.templates.family import Context, FamilyOf
+from flashtune.templates.family import Arguments, Context, FamilyOf
 
 # Maximum number of elements that a program of the prologue clears at once.
 CLEARED = 4096
@@ -61,9 +61,7 @@ class BackwardFused(FusedModel, FamilyOf[FusedConfig]):
         """Returns tiles that fit every target of the table, for untuned shapes."""
         return usual_config(problem, target)
 
-    def arguments(
-        self, problem: Problem, config: FusedConfig, specialization: Specialization
-    ) -> tuple[Argument, ...]:
+    def arguments(self, problem: Problem, config: FusedConfig, specialization: Specialization) -> Arguments:
         dbias = bias_gradient(problem, specialization)
         dslopes = ("dslopes",) if problem.alibi else ()
         read = ("q", "k", "v", "dout", "workspace_0", "workspace_1", SUMS, *_random(problem))

@@ -11,7 +11,7 @@ from flashtune.templates.common.model.sram import ASYNC_BYTES, Engine, columns, 
 from flashtune.templates.common.model.sram_backward import backward_chunks
 from flashtune.templates.common.model.traffic import summed_items, unpacked
 from flashtune.templates.common.precision import InputPrecision, at_rate
-from flashtune.templates.family import BytesItem, PerformanceModel
+from flashtune.templates.family import BytesItem, BytesItems, PerformanceModel
 
 FLOAT32 = 4
 # From this many stages on, blocks are prefetched.
@@ -23,7 +23,7 @@ class FusedModel(PerformanceModel[FusedConfig]):
 
     def sram_items(
         self, problem: Problem, config: FusedConfig, target: Target, specialization: Specialization
-    ) -> tuple[BytesItem, ...]:
+    ) -> BytesItems:
         """Returns the items that are live at one point of the main loop; none for unknown architectures."""
         ieee = config.input_precision is InputPrecision.IEEE
         engine = engine_of(target, problem.dtype, config.block_n, config.num_warps, ieee)
@@ -60,9 +60,7 @@ class FusedModel(PerformanceModel[FusedConfig]):
         )
         return delta_span(problem, target) + keys
 
-    def hbm_items(
-        self, problem: Problem, config: FusedConfig, target: Target | None = None
-    ) -> tuple[BytesItem, ...]:
+    def hbm_items(self, problem: Problem, config: FusedConfig, target: Target | None = None) -> BytesItems:
         problem = unpacked(problem)
         inner = config.heads_innermost
         return summed_items(problem, config.block_m, config.block_n, problem.head_dim, target, inner=inner)

@@ -17,6 +17,7 @@ from flashtune.templates.common.args.backward_arguments import (
     stride_arguments,
 )
 from flashtune.templates.common.args.side import side_numbers, side_tensors
+from flashtune.templates.family import Arguments
 
 STATS, SUMS, TURNS = "workspace_0", "workspace_1", "workspace_2"
 COUNTS = ("blocks", "kv_heads", "group_size")
@@ -26,7 +27,7 @@ PACKED_COUNTS = ("head_blocks", "sequences", "search_steps")
 OFFSETS = ("cu_seqlens_q", "cu_seqlens_kv")
 
 
-def kernel_arguments(problem: Problem, config: HopperBackwardConfig) -> tuple[Argument, ...]:
+def kernel_arguments(problem: Problem, config: HopperBackwardConfig) -> Arguments:
     """Returns descriptors of q, k, v, dout, initial values of products, dk and dv; sums, numbers, counts.
 
     Deterministic kernels also get counters for the order of additions. Kernels that interleave heads also get
@@ -52,7 +53,7 @@ def kernel_arguments(problem: Problem, config: HopperBackwardConfig) -> tuple[Ar
 
 def prepare_arguments(
     problem: Problem, config: HopperBackwardConfig, specialization: Specialization
-) -> tuple[Argument, ...]:
+) -> Arguments:
     """Returns out, dout, lse, its gradient if there is one, workspaces, seed, numbers, strides, counts."""
     dlse = ("dlse",) if specialization.lse else ()
     tensors = ("out", "dout", "lse", *dlse, STATS, *_added_to(problem), *_sink_parts(problem))
@@ -67,7 +68,7 @@ def prepare_arguments(
     )
 
 
-def finish_arguments(problem: Problem, specialization: Specialization) -> tuple[Argument, ...]:
+def finish_arguments(problem: Problem, specialization: Specialization) -> Arguments:
     """Returns sums, dq, the parts and the gradients of sinks, scale, strides, counts."""
     sinks = (*_sink_parts(problem), "dsinks") if problem.sinks else ()
     return (
@@ -96,7 +97,7 @@ def _row_counts(problem: Problem) -> tuple[str, ...]:
     return ("heads", "seqlen_q", *(("sequences",) if problem.packed else ()))
 
 
-def _side(problem: Problem, names: tuple[str, ...]) -> tuple[Argument, ...]:
+def _side(problem: Problem, names: tuple[str, ...]) -> Arguments:
     """Returns pointers to those side tensors of the problem that have these names."""
     return tuple(tensor for tensor in side_tensors(problem) if tensor.name in names)
 
@@ -121,5 +122,5 @@ def _row(name: str, columns: int) -> Argument:
     return Argument(f"{name}_desc", f"tensordesc<fp32[1, {columns}],NVMMASharedLayout(0, 32, 2)>")
 
 
-def _integers(names: tuple[str, ...]) -> tuple[Argument, ...]:
+def _integers(names: tuple[str, ...]) -> Arguments:
     return tuple(Argument(name, "i32") for name in names)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flashtune.core.config import LaunchOptions, Space
-from flashtune.core.kernel import Argument, Specialization, Step
+from flashtune.core.kernel import Specialization, Step
 from flashtune.core.problem import Causal, Direction, Dtype, Feature, Problem
 from flashtune.core.target import Target
 from flashtune.templates.backward_hopper.arguments import (
@@ -31,7 +31,7 @@ from flashtune.templates.backward_hopper.space import (
 from flashtune.templates.common.args.arguments import WIDEST_SWIZZLE
 from flashtune.templates.common.args.problem_context import bound, problem_values
 from flashtune.templates.common.model.sram import MIN_DOT_WIDTH
-from flashtune.templates.family import Context, FamilyOf
+from flashtune.templates.family import Arguments, Context, FamilyOf
 
 HOPPER = 90
 DTYPES = (Dtype.BF16, Dtype.FP16)
@@ -86,7 +86,7 @@ class BackwardHopper(HopperBackwardModel, FamilyOf[HopperBackwardConfig]):
 
     def arguments(
         self, problem: Problem, config: HopperBackwardConfig, specialization: Specialization
-    ) -> tuple[Argument, ...]:
+    ) -> Arguments:
         return kernel_arguments(problem, config)
 
     def prologue(

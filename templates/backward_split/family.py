@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flashtune.core.config import LaunchOptions, Space
-from flashtune.core.kernel import Argument, Specialization, Step
+from flashtune.core.kernel import Specialization, Step
 from flashtune.core.problem import Bias, Causal, Direction, Feature, Problem
 from flashtune.core.target import Target
 from flashtune.templates.backward_split.perf_model import SplitModel
@@ -21,7 +21,7 @@ from flashtune.templates.common.args.portable_context import refusal
 from flashtune.templates.common.model.sram import widest_tile
 from flashtune.templates.common.model.sram_backward import backward_chunks
 from flashtune.templates.common.precision import input_precisions
-from flashtune.templates.family import Context, FamilyOf
+from flashtune.templates.family import Arguments, Context, FamilyOf
 
 # Features that hide keys from only some queries of a block.
 MASKS = frozenset({Feature.WINDOW, Feature.CHUNK})
@@ -76,9 +76,7 @@ class BackwardSplit(SplitModel, FamilyOf[SplitConfig]):
             input_precision=input_precisions(problem, target)[-1],
         )
 
-    def arguments(
-        self, problem: Problem, config: SplitConfig, specialization: Specialization
-    ) -> tuple[Argument, ...]:
+    def arguments(self, problem: Problem, config: SplitConfig, specialization: Specialization) -> Arguments:
         return backward_arguments(problem, specialization, (*_read(problem), "dk", "dv"))
 
     def prologue(self, problem: Problem, config: SplitConfig, specialization: Specialization) -> Step | None:

@@ -7,11 +7,10 @@ from flashtune.core.problem import Problem
 from flashtune.templates.common.args.arguments import PARTIALS, descriptor
 from flashtune.templates.common.args.side import side_tensors
 from flashtune.templates.decode_latent_hopper.space import ROWS, LatentConfig, copied_keys
+from flashtune.templates.family import Arguments
 
 
-def latent_arguments(
-    problem: Problem, config: LatentConfig, specialization: Specialization
-) -> tuple[Argument, ...]:
+def latent_arguments(problem: Problem, config: LatentConfig, specialization: Specialization) -> Arguments:
     """Returns descriptors of q, k, and of out if not split; lse, side tensors, partial results, numbers."""
     half, rest = problem.value_head_dim // 2, problem.head_dim - problem.value_head_dim
     queries, keys = (1, ROWS // config.queries, config.queries), (1, 1, 1, copied_keys(problem))

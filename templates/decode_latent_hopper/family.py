@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flashtune.core.config import LaunchOptions, Space
-from flashtune.core.kernel import Argument, Specialization, Step
+from flashtune.core.kernel import Specialization, Step
 from flashtune.core.problem import Direction, Dtype, Feature, Problem
 from flashtune.core.target import Target
 from flashtune.templates.common.args.arguments import combine_step
@@ -22,7 +22,7 @@ from flashtune.templates.decode_latent_hopper.space import (
     split_tile,
     worker_registers,
 )
-from flashtune.templates.family import Context, FamilyOf
+from flashtune.templates.family import Arguments, Context, FamilyOf
 
 HOPPER = 90
 DTYPES = (Dtype.BF16, Dtype.FP16)
@@ -76,9 +76,7 @@ class DecodeLatentHopper(LatentModel, FamilyOf[LatentConfig]):
         spread = self.schedule_variants(problem, plain, target)
         return min(spread, key=lambda config: (self.makespan_ms(problem, config, target), config.num_splits))
 
-    def arguments(
-        self, problem: Problem, config: LatentConfig, specialization: Specialization
-    ) -> tuple[Argument, ...]:
+    def arguments(self, problem: Problem, config: LatentConfig, specialization: Specialization) -> Arguments:
         return latent_arguments(problem, config, specialization)
 
     def epilogue(self, problem: Problem, config: LatentConfig, specialization: Specialization) -> Step | None:

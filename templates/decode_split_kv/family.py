@@ -42,7 +42,7 @@ from flashtune.templates.decode_split_kv.space import (
     split_tile,
     value_chunks,
 )
-from flashtune.templates.family import Context, FamilyOf
+from flashtune.templates.family import Arguments, Context, FamilyOf
 
 # Maximum number of queries if their tiles occupy all SMs. Other families then compute more.
 MAX_QUERIES = 16
@@ -104,9 +104,7 @@ class DecodeSplitKV(DecodeModel, FamilyOf[DecodeConfig]):
         is_short = best.early_combine and self.makespan_ms(problem, best, target) < SHORT_MS
         return early if is_short and not problem.page_size else best
 
-    def arguments(
-        self, problem: Problem, config: DecodeConfig, specialization: Specialization
-    ) -> tuple[Argument, ...]:
+    def arguments(self, problem: Problem, config: DecodeConfig, specialization: Specialization) -> Arguments:
         if config.num_splits == 1:
             return feature_arguments(problem, specialization, ())
         return (*feature_arguments(problem, specialization, PARTIALS), Argument("splits", "i32"))

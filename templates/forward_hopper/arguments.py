@@ -7,6 +7,7 @@ from flashtune.core.problem import Bias, Dtype, KvDtype, Problem
 from flashtune.templates.common.args.arguments import COUNTS, SCALES, descriptor, pointer_type
 from flashtune.templates.common.args.side import side_numbers, side_strides, side_tensors
 from flashtune.templates.common.model.sram import Chunk, chunks_of
+from flashtune.templates.family import Arguments
 from flashtune.templates.forward_hopper.space import (
     HopperConfig,
     copied_keys,
@@ -41,9 +42,7 @@ LISTED_STRIDES = ("stride_bias", "stride_counts", "stride_indices")
 PACKED_COUNTS = ("heads", "group_size", "tokens", "heads_per_swizzle", "sequences", "steps")
 
 
-def hopper_arguments(
-    problem: Problem, config: HopperConfig, specialization: Specialization
-) -> tuple[Argument, ...]:
+def hopper_arguments(problem: Problem, config: HopperConfig, specialization: Specialization) -> Arguments:
     """Returns descriptors of q, k, v and out, tile by tile; lse, scales of inputs, scale, counts.
 
     With pages of fewer than 8 keys, k and v are addresses behind the descriptors.
@@ -71,7 +70,7 @@ def hopper_arguments(
             for chunk in v_chunks
         ),
     )
-    addresses: tuple[Argument, ...] = ()
+    addresses: Arguments = ()
     if gathers(problem):
         keys_and_values = ()
         addresses = tuple(Argument(name, pointer_type(stored), POINTER_ALIGNMENT) for name in ("k", "v"))
@@ -97,7 +96,7 @@ def hopper_arguments(
     )
 
 
-def classifying_arguments(problem: Problem, specialization: Specialization) -> tuple[Argument, ...]:
+def classifying_arguments(problem: Problem, specialization: Specialization) -> Arguments:
     """Returns the bias or mask, kinds, words, strides, counts, for the prologue that classifies blocks."""
     return (
         *(tensor for tensor in side_tensors(problem) if tensor.name == "bias"),
@@ -108,9 +107,7 @@ def classifying_arguments(problem: Problem, specialization: Specialization) -> t
     )
 
 
-def listing_arguments(
-    problem: Problem, config: HopperConfig, specialization: Specialization
-) -> tuple[Argument, ...]:
+def listing_arguments(problem: Problem, config: HopperConfig, specialization: Specialization) -> Arguments:
     """Returns the arguments of the prologue that lists blocks.
 
     They are kinds, lists and the number of keys. For a block mask: its tensors, lists, strides, counts.
@@ -126,11 +123,11 @@ def listing_arguments(
     )
 
 
-def _words(problem: Problem) -> tuple[Argument, ...]:
+def _words(problem: Problem) -> Arguments:
     return (WORDS,) if problem.bias is Bias.BOOLEAN else ()
 
 
-def _lists(problem: Problem, config: HopperConfig) -> tuple[Argument, ...]:
+def _lists(problem: Problem, config: HopperConfig) -> Arguments:
     """Returns the workspaces that prologues write and the kernel reads."""
     if not has_lists(problem):
         return ()
@@ -145,13 +142,13 @@ def _list_counts(problem: Problem) -> tuple[str, ...]:
     return (*MASK_COUNTS, MASK_TILES) if shares_rows(problem) else MASK_COUNTS
 
 
-def _strides(problem: Problem, specialization: Specialization, *, of_lists: bool) -> tuple[Argument, ...]:
+def _strides(problem: Problem, specialization: Specialization, *, of_lists: bool) -> Arguments:
     """Returns the strides of the inputs that a prologue lists, or those of all other extra inputs."""
     strides = side_strides(problem, specialization)
     return tuple(stride for stride in strides if stride.name.startswith(LISTED_STRIDES) is of_lists)
 
 
-def _bias_descriptor(problem: Problem, config: HopperConfig) -> tuple[Argument, ...]:
+def _bias_descriptor(problem: Problem, config: HopperConfig) -> Arguments:
     if problem.bias is not Bias.ADDITIVE:
         return ()
     chunk = Chunk(0, 0, config.block_n, padded=False)

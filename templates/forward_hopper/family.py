@@ -6,7 +6,7 @@ import msgspec
 
 from flashtune.core.config import LaunchOptions, Space
 from flashtune.core.errors import KernelError
-from flashtune.core.kernel import Argument, Specialization, Step
+from flashtune.core.kernel import Specialization, Step
 from flashtune.core.problem import (
     MAX_HEAD_DIM,
     Bias,
@@ -20,7 +20,7 @@ from flashtune.core.target import Target
 from flashtune.templates.common.args.arguments import transpose_arguments
 from flashtune.templates.common.model.sram import MIN_DOT_WIDTH
 from flashtune.templates.common.model.traffic import mean_queries
-from flashtune.templates.family import Context, FamilyOf
+from flashtune.templates.family import Arguments, Context, FamilyOf
 from flashtune.templates.forward_hopper.arguments import (
     classifying_arguments,
     hopper_arguments,
@@ -126,9 +126,7 @@ class ForwardHopper(HopperModel, FamilyOf[HopperConfig]):
                 return full
         return config
 
-    def arguments(
-        self, problem: Problem, config: HopperConfig, specialization: Specialization
-    ) -> tuple[Argument, ...]:
+    def arguments(self, problem: Problem, config: HopperConfig, specialization: Specialization) -> Arguments:
         return hopper_arguments(problem, config, specialization)
 
     def prologue(self, problem: Problem, config: HopperConfig, specialization: Specialization) -> Step | None:

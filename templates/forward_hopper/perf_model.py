@@ -21,7 +21,7 @@ from flashtune.templates.common.model.tile_schedule import (
     persistent_programs,
 )
 from flashtune.templates.common.model.traffic import AtOnce, streamed_items, unpacked
-from flashtune.templates.family import BytesItem, PerformanceModel
+from flashtune.templates.family import BytesItem, BytesItems, PerformanceModel
 from flashtune.templates.forward_hopper.space import (
     HopperConfig,
     Order,
@@ -75,7 +75,7 @@ class HopperModel(PerformanceModel[HopperConfig]):
 
     def sram_items(
         self, problem: Problem, config: HopperConfig, target: Target, specialization: Specialization
-    ) -> tuple[BytesItem, ...]:
+    ) -> BytesItems:
         """Returns all allocations of a program, in bytes."""
         size = problem.dtype.itemsize
         queries, values = map(columns, chunks_of(problem, config.split_head_dim))
@@ -168,9 +168,7 @@ class HopperModel(PerformanceModel[HopperConfig]):
             if other != config and space.contains(other):
                 yield other
 
-    def hbm_items(
-        self, problem: Problem, config: HopperConfig, target: Target | None = None
-    ) -> tuple[BytesItem, ...]:
+    def hbm_items(self, problem: Problem, config: HopperConfig, target: Target | None = None) -> BytesItems:
         problem = unpacked(problem)
         at_once = running_programs(problem, config, target)
         return streamed_items(

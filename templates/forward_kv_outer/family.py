@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from flashtune.core.config import Space
-from flashtune.core.kernel import Argument, Specialization
+from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Direction, Feature, Problem
 from flashtune.core.target import Target
 from flashtune.templates.common.args.arguments import forward_arguments
 from flashtune.templates.common.args.portable_context import portable_values, refusal
 from flashtune.templates.common.model.sram import chunks_of, widest_tile
-from flashtune.templates.family import Context, FamilyOf
+from flashtune.templates.family import Arguments, Context, FamilyOf
 from flashtune.templates.forward_kv_outer.perf_model import KVOuterModel
 from flashtune.templates.forward_kv_outer.space import KVOuterConfig, kv_outer_space
 
@@ -40,9 +40,7 @@ class ForwardKVOuter(KVOuterModel, FamilyOf[KVOuterConfig]):
             side = max(16, side // 2)
         return KVOuterConfig(block_m=side, block_n=side, num_warps=4, num_stages=1)
 
-    def arguments(
-        self, problem: Problem, config: KVOuterConfig, specialization: Specialization
-    ) -> tuple[Argument, ...]:
+    def arguments(self, problem: Problem, config: KVOuterConfig, specialization: Specialization) -> Arguments:
         return forward_arguments(problem.dtype, specialization, WORKSPACES)
 
     def context(self, problem: Problem, config: KVOuterConfig, specialization: Specialization) -> Context:

@@ -22,7 +22,7 @@ from flashtune.templates.common.model.sram import (
 )
 from flashtune.templates.common.model.traffic import AtOnce, cycled_rows, missed
 from flashtune.templates.common.precision import at_rate, fixed_precision
-from flashtune.templates.family import BytesItem, PerformanceModel
+from flashtune.templates.family import BytesItem, BytesItems, PerformanceModel
 from flashtune.templates.forward_kv_outer.space import KVOuterConfig
 
 FLOAT32_BYTES = 4
@@ -37,7 +37,7 @@ class KVOuterModel(PerformanceModel[KVOuterConfig]):
 
     def sram_items(
         self, problem: Problem, config: KVOuterConfig, target: Target, specialization: Specialization
-    ) -> tuple[BytesItem, ...]:
+    ) -> BytesItems:
         """Returns the items that are live at one point of the inner loop.
 
         Both loops contain a barrier, so nothing is pipelined and alignment changes nothing.
@@ -76,9 +76,7 @@ class KVOuterModel(PerformanceModel[KVOuterConfig]):
         target = at_rate(problem, fixed_precision(problem), target)
         return max(idle * portable_span(problem, config.block_m, config.block_n, target), moving)
 
-    def hbm_items(
-        self, problem: Problem, config: KVOuterConfig, target: Target | None = None
-    ) -> tuple[BytesItem, ...]:
+    def hbm_items(self, problem: Problem, config: KVOuterConfig, target: Target | None = None) -> BytesItems:
         """Returns HBM traffic, item by item, in bytes."""
         size = problem.dtype.itemsize
         all_heads = problem.batch * problem.heads

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flashtune.core.config import Space
-from flashtune.core.kernel import Argument, Specialization
+from flashtune.core.kernel import Specialization
 from flashtune.core.problem import (
     Bias,
     Causal,
@@ -23,7 +23,7 @@ from flashtune.templates.common.args.portable_context import portable_values, re
 from flashtune.templates.common.model.sram import head_chunks, widest_tile
 from flashtune.templates.common.model.traffic import mean_queries
 from flashtune.templates.common.precision import float32_width, input_precisions
-from flashtune.templates.family import Context, FamilyOf
+from flashtune.templates.family import Arguments, Context, FamilyOf
 from flashtune.templates.forward_masked.perf_model import MaskedModel
 from flashtune.templates.forward_masked.space import HOPPER, MaskedConfig, masked_space, value_chunks
 
@@ -94,9 +94,7 @@ class ForwardMasked(MaskedModel, FamilyOf[MaskedConfig]):
         narrow = wide or (small and width > 128) or problem.bias is not Bias.NONE
         return rows, 32 if narrow else 64, 8 if rows > SHORT else 4, 3 if hopper and width <= 256 else 2
 
-    def arguments(
-        self, problem: Problem, config: MaskedConfig, specialization: Specialization
-    ) -> tuple[Argument, ...]:
+    def arguments(self, problem: Problem, config: MaskedConfig, specialization: Specialization) -> Arguments:
         return feature_arguments(problem, specialization, ())
 
     def context(self, problem: Problem, config: MaskedConfig, specialization: Specialization) -> Context:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from flashtune.core.config import Space
-from flashtune.core.kernel import Argument, Specialization
+from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Causal, Direction, Feature, Problem
 from flashtune.core.target import Target
 from flashtune.templates.common.args.arguments import forward_arguments
 from flashtune.templates.common.args.portable_context import portable_values, refusal
 from flashtune.templates.common.model.sram import chunks_of, widest_tile
 from flashtune.templates.common.precision import float32_width, input_precisions
-from flashtune.templates.family import Context, FamilyOf
+from flashtune.templates.family import Arguments, Context, FamilyOf
 from flashtune.templates.forward_q_outer.perf_model import QOuterModel
 from flashtune.templates.forward_q_outer.space import HOPPER, Loads, QOuterConfig, q_outer_space
 
@@ -65,9 +65,7 @@ class ForwardQOuter(QOuterModel, FamilyOf[QOuterConfig]):
             input_precision=input_precisions(problem, target)[-1],
         )
 
-    def arguments(
-        self, problem: Problem, config: QOuterConfig, specialization: Specialization
-    ) -> tuple[Argument, ...]:
+    def arguments(self, problem: Problem, config: QOuterConfig, specialization: Specialization) -> Arguments:
         return forward_arguments(problem.dtype, specialization, ())
 
     def context(self, problem: Problem, config: QOuterConfig, specialization: Specialization) -> Context:

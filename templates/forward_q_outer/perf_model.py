@@ -10,7 +10,7 @@ from flashtune.templates.common.model.sram import Tiles, chunks_of, tiles_of
 from flashtune.templates.common.model.sram_stream import Stream, stream_columns, stream_items
 from flashtune.templates.common.model.traffic import streamed_items, tiles_of_queries
 from flashtune.templates.common.precision import InputPrecision, at_rate
-from flashtune.templates.family import BytesItem, PerformanceModel
+from flashtune.templates.family import BytesItems, PerformanceModel
 from flashtune.templates.forward_q_outer.space import Loads, QOuterConfig
 
 
@@ -19,7 +19,7 @@ class QOuterModel(PerformanceModel[QOuterConfig]):
 
     def sram_items(
         self, problem: Problem, config: QOuterConfig, target: Target, specialization: Specialization
-    ) -> tuple[BytesItem, ...]:
+    ) -> BytesItems:
         """Returns the items that are live at one point of the main loop."""
         tiles = _tiles(problem, config, target)
         if tiles is None:
@@ -62,9 +62,7 @@ class QOuterModel(PerformanceModel[QOuterConfig]):
             ),
         )
 
-    def hbm_items(
-        self, problem: Problem, config: QOuterConfig, target: Target | None = None
-    ) -> tuple[BytesItem, ...]:
+    def hbm_items(self, problem: Problem, config: QOuterConfig, target: Target | None = None) -> BytesItems:
         at_once = tiles_of_queries(problem, config.block_m, target, inner=config.heads_innermost)
         return streamed_items(problem, config.block_m, config.block_n, at_once, target)
 

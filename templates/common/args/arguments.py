@@ -5,6 +5,7 @@ from __future__ import annotations
 from flashtune.core.config import LaunchOptions
 from flashtune.core.kernel import POINTER_ALIGNMENT, Alignment, Argument, Specialization, Step
 from flashtune.core.problem import Dtype, KvDtype
+from flashtune.templates.family import Arguments
 
 TENSORS = ("q", "k", "v", "out")
 SCALES = ("q_scale", "k_scale", "v_scale")
@@ -18,9 +19,7 @@ WIDEST_SWIZZLE = 128
 TRITON_TYPES: dict[KvDtype | Dtype, str] = {KvDtype.E4M3: "fp8e4nv", KvDtype.INT8: "i8", Dtype.TF32: "fp32"}
 
 
-def forward_arguments(
-    dtype: Dtype, specialization: Specialization, workspaces: tuple[str, ...]
-) -> tuple[Argument, ...]:
+def forward_arguments(dtype: Dtype, specialization: Specialization, workspaces: tuple[str, ...]) -> Arguments:
     """Returns q, k, v, out, lse, workspaces, scale, twelve strides, five counts.
 
     Workspaces hold float32. With quantised inputs they have the inputs' type, and scales follow lse. Scales
@@ -50,7 +49,7 @@ def combine_step(dtype: Dtype, specialization: Specialization, options: LaunchOp
     return Step("combine", (*(plain[name] for name in COMBINED), *numbers), options)
 
 
-def transpose_arguments(dtype: Dtype, specialization: Specialization, workspace: str) -> tuple[Argument, ...]:
+def transpose_arguments(dtype: Dtype, specialization: Specialization, workspace: str) -> Arguments:
     """Returns v, the workspace, v's strides, kv_heads, seqlen_kv, for a prologue that transposes v."""
     return (
         _tensor("v", dtype, specialization),

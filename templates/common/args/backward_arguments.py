@@ -6,6 +6,7 @@ from flashtune.core.kernel import POINTER_ALIGNMENT, Alignment, Argument, Specia
 from flashtune.core.problem import Bias, Dtype, Problem
 from flashtune.templates.common.args.arguments import pointer_type
 from flashtune.templates.common.args.side import side_numbers, side_strides, side_tensors
+from flashtune.templates.family import Arguments
 
 # Letters for the strides of a launch's planned tensors.
 STRIDE_LETTERS = {
@@ -28,7 +29,7 @@ UNREAD = ("sinks", "seed")
 
 def backward_arguments(
     problem: Problem, specialization: Specialization, tensors: tuple[str, ...]
-) -> tuple[Argument, ...]:
+) -> Arguments:
     """Returns the arguments of a main kernel: tensors, side tensors, scale, numbers, strides, counts.
 
     The problem supplies type and features. The names of tensors and workspaces are in order.
@@ -45,14 +46,12 @@ def backward_arguments(
     )
 
 
-def seed_arguments(problem: Problem) -> tuple[Argument, ...]:
+def seed_arguments(problem: Problem) -> Arguments:
     """Returns the prologue's arguments for dropout."""
     return tuple(tensor for tensor in side_tensors(problem) if tensor.name == "seed")
 
 
-def score_arguments(
-    problem: Problem, specialization: Specialization
-) -> tuple[tuple[Argument, ...], tuple[Argument, ...]]:
+def score_arguments(problem: Problem, specialization: Specialization) -> tuple[Arguments, Arguments]:
     """Returns the prologue's arguments for scores, which it computes with a bias: values, and integers."""
     if problem.bias is not Bias.ADDITIVE:
         return (), ()
@@ -71,15 +70,13 @@ def score_arguments(
     return values, integers
 
 
-def plain_arguments(
-    dtype: Dtype, specialization: Specialization, tensors: tuple[str, ...]
-) -> tuple[Argument, ...]:
+def plain_arguments(dtype: Dtype, specialization: Specialization, tensors: tuple[str, ...]) -> Arguments:
     """Returns pointers to tensors and workspaces of these names."""
     aligned = specialization.alignment is not Alignment.ANY
     return tuple(_pointer(name, dtype, aligned) for name in tensors)
 
 
-def stride_arguments(specialization: Specialization, tensors: tuple[str, ...]) -> tuple[Argument, ...]:
+def stride_arguments(specialization: Specialization, tensors: tuple[str, ...]) -> Arguments:
     """Returns strides of batches, heads and positions of the planned tensors."""
     kind = f"i{specialization.index_bits}"
     return tuple(

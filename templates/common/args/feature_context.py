@@ -11,6 +11,7 @@ from flashtune.core.problem import Feature, KvScale, Problem
 from flashtune.templates.common.args.arguments import forward_arguments, pointer_type
 from flashtune.templates.common.args.problem_context import problem_values
 from flashtune.templates.common.args.side import side_numbers, side_strides, side_tensors
+from flashtune.templates.family import Arguments
 
 COUNT = 5
 # The first NVIDIA architecture that converts 8-bit floats with 4 exponent bits.
@@ -67,7 +68,7 @@ def feature_values(problem: Problem, block_n: int = 0) -> dict[str, Any]:
 
 def feature_arguments(
     problem: Problem, specialization: Specialization, workspaces: tuple[str, ...]
-) -> tuple[Argument, ...]:
+) -> Arguments:
     """Returns the arguments of `forward_arguments`, with those of the problem's features.
 
     The order is q, k, v, out, lse, side tensors, workspaces, scale, numbers. Then come twelve strides, those

@@ -162,7 +162,7 @@ def tiles_of(
     *,
     ieee: bool,
 ) -> Tiles | None:
-    """Returns the tiles of a forward program, None if the architecture is not audited.
+    """Returns the tiles of a program, None if the architecture is not audited.
 
     `blocks` are the rows of tiles of queries and of keys. `chunks` are the tiles of queries' and keys'
     columns, and those of values' columns. `ieee` is as in `engine_of`.

@@ -7,88 +7,46 @@ from __future__ import annotations
 
 import math
 
-import msgspec
-
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Bias, Problem
 from flashtune.core.target import Target
 from flashtune.templates.common.model.sram import (
     ASYNC_BYTES,
-    TENSOR_MEMORY_ROWS,
     Chunk,
     Engine,
+    Tiles,
     chunks_of,
     columns,
-    engine_of,
     is_exact,
 )
-from flashtune.templates.family import BytesItem
-
-
-class Walk(msgspec.Struct, frozen=True, kw_only=True):
-    """A backward program's tiles: keys and values, queries and dout. One side is fixed.
-
-    Attributes:
-        held: Rows of the fixed side.
-        walked: Rows of a block of the other side, in the loop.
-        qk_chunks: The head dim as tiles.
-        v_chunks: The value head dim as tiles.
-        warps: Warps of the block.
-        stages: Stages of the software pipeline.
-        ieee: Whether products use float32 arithmetic.
-    """
-
-    held: int
-    walked: int
-    qk_chunks: tuple[Chunk, ...]
-    v_chunks: tuple[Chunk, ...]
-    warps: int
-    stages: int
-    ieee: bool
-
-    @property
-    def columns(self) -> int:
-        """Columns of a row of either side."""
-        return columns(self.qk_chunks) + columns(self.v_chunks)
-
-    @property
-    def whole(self) -> bool:
-        """Whether both head dims are single tiles."""
-        return len(self.qk_chunks) == len(self.v_chunks) == 1
+from flashtune.templates.family import BytesItem, BytesItems
 
 
 def walk_items(
-    walk: Walk, problem: Problem, target: Target, specialization: Specialization, names: tuple[str, str]
-) -> tuple[BytesItem, ...]:
-    """Returns the items that are live at one point of the main loop; none for unknown architectures."""
-    engine = engine_of(target, problem.dtype, walk.held, walk.warps, walk.ieee)
+    tiles: Tiles | None, stages: int, problem: Problem, specialization: Specialization, names: tuple[str, str]
+) -> BytesItems:
+    """Returns the items that are live at one point of the main loop; none for unknown architectures.
+
+    `block_m` are the rows of the fixed side, and `block_n` those of a block of the other side.
+    """
     # AMD's units read registers, and SRAM is only used during loads.
-    if engine is None or engine is Engine.MFMA:
+    if tiles is None or tiles.engine is Engine.MFMA:
         return ()
-    size = problem.dtype.itemsize
     # Columns beyond a head dim are masked in groups, whose size divides it.
     together = math.gcd(specialization.alignment, problem.head_dim, problem.value_head_dim)
-    pipelined = walk.stages > 1 and together * size >= ASYNC_BYTES
-    if engine is Engine.WARPGROUP or (engine is Engine.TENSOR_MEMORY and walk.whole):
+    pipelined = stages > 1 and together * tiles.itemsize >= ASYNC_BYTES
+    if tiles.engine is Engine.WARPGROUP or (tiles.engine is Engine.TENSOR_MEMORY and tiles.whole):
         # Operands are read from SRAM during the instruction.
-        flight = walk.stages if pipelined else 1
+        flight = stages if pipelined else 1
     else:
         # A block in use is in registers.
-        flight = walk.stages - 1 if pipelined else 0
-    row = walk.columns * size
+        flight = stages - 1 if pipelined else 0
+    row = (columns(tiles.qk_chunks) + columns(tiles.v_chunks)) * tiles.itemsize
     items = (
-        BytesItem(names[0], walk.held * row),
-        BytesItem(f"{names[1]}, {flight} in flight", flight * walk.walked * row),
+        BytesItem(names[0], tiles.block_m * row),
+        BytesItem(f"{names[1]}, {flight} in flight", flight * tiles.block_n * row),
     )
     return tuple(item for item in items if item.bytes)
-
-
-def walk_columns(walk: Walk, problem: Problem, target: Target, summed: int) -> int:
-    """Returns the minimum columns of tensor memory: accumulators of these columns, and a tile of scores."""
-    engine = engine_of(target, problem.dtype, walk.held, walk.warps, walk.ieee)
-    if engine is not Engine.TENSOR_MEMORY:
-        return 0
-    return (summed + walk.walked) * walk.held // TENSOR_MEMORY_ROWS
 
 
 # With 16-bit tiles of 32 columns, Triton 3.6's ptxas puts some scalars of the loop into registers from which
