@@ -17,11 +17,8 @@ from flashtune.templates.backward_fused.space import (
     fused_space,
     usual_config,
 )
-from flashtune.templates.common.args.backward_arguments import (
-    backward_arguments,
-    plain_arguments,
-    stride_arguments,
-)
+from flashtune.templates.common.args.arguments import stride_arguments
+from flashtune.templates.common.args.backward_arguments import backward_arguments, plain_arguments
 from flashtune.templates.common.args.backward_portable import (
     STEP_WARPS,
     backward_values,
@@ -31,8 +28,7 @@ from flashtune.templates.common.args.backward_portable import (
 )
 from flashtune.templates.common.args.feature_context import FEATURES
 from flashtune.templates.common.args.portable_context import refusal
-from flashtune.templates.common.model.sram import head_chunks
-from flashtune.templates.common.model.sram_backward import backward_chunks
+from flashtune.templates.common.model.sram import backward_chunks, head_chunks
 from flashtune.templates.family import Arguments, Context, FamilyOf
 
 # Maximum number of elements that a program of the prologue clears at once.

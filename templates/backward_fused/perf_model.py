@@ -7,8 +7,7 @@ from flashtune.core.problem import Problem
 from flashtune.core.target import Target
 from flashtune.templates.backward_fused.space import FusedConfig, Reduction, can_copy
 from flashtune.templates.common.model.makespan_backward import PRODUCTS_OF_ALL, delta_span, keys_span
-from flashtune.templates.common.model.sram import ASYNC_BYTES, Engine, columns, engine_of
-from flashtune.templates.common.model.sram_backward import backward_chunks
+from flashtune.templates.common.model.sram import ASYNC_BYTES, Engine, backward_chunks, columns, engine_of
 from flashtune.templates.common.model.traffic import summed_items, unpacked
 from flashtune.templates.common.precision import InputPrecision, at_rate
 from flashtune.templates.family import BytesItem, BytesItems, PerformanceModel

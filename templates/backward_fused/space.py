@@ -8,13 +8,8 @@ from flashtune.core.config import Axis, BlockSize, Config, RegisterCap, Space
 from flashtune.core.kernel import Alignment
 from flashtune.core.problem import Bias, Problem
 from flashtune.core.target import Target
-from flashtune.templates.common.model.sram import columns, widest_tile
-from flashtune.templates.common.model.sram_backward import (
-    backward_chunks,
-    fits_warps,
-    may_split,
-    usual_tiles_of_keys,
-)
+from flashtune.templates.common.model.sram import backward_chunks, columns, may_split, widest_tile
+from flashtune.templates.common.model.sram_backward import fits_warps, usual_tiles_of_keys
 from flashtune.templates.common.precision import (
     InputPrecision,
     float32_width,

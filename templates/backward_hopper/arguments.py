@@ -10,12 +10,8 @@ from flashtune.templates.backward_hopper.space import (
     interleaves,
     width_of,
 )
-from flashtune.templates.common.args.arguments import descriptor
-from flashtune.templates.common.args.backward_arguments import (
-    plain_arguments,
-    seed_arguments,
-    stride_arguments,
-)
+from flashtune.templates.common.args.arguments import descriptor, stride_arguments
+from flashtune.templates.common.args.backward_arguments import plain_arguments, seed_arguments
 from flashtune.templates.common.args.side import side_numbers, side_tensors
 from flashtune.templates.family import Arguments
 

@@ -18,8 +18,7 @@ from flashtune.templates.common.args.backward_portable import (
 )
 from flashtune.templates.common.args.feature_context import FEATURES
 from flashtune.templates.common.args.portable_context import refusal
-from flashtune.templates.common.model.sram import widest_tile
-from flashtune.templates.common.model.sram_backward import backward_chunks
+from flashtune.templates.common.model.sram import backward_chunks, widest_tile
 from flashtune.templates.common.precision import input_precisions
 from flashtune.templates.family import Arguments, Context, FamilyOf
 

@@ -12,8 +12,8 @@ from flashtune.templates.common.model.makespan_backward import (
     keys_span,
     queries_span,
 )
-from flashtune.templates.common.model.sram import Tiles, columns, columns_of, tiles_of
-from flashtune.templates.common.model.sram_backward import backward_chunks, walk_items
+from flashtune.templates.common.model.sram import Tiles, backward_chunks, columns, columns_of, tiles_of
+from flashtune.templates.common.model.sram_backward import walk_items
 from flashtune.templates.common.model.traffic import (
     cycled_rows,
     programs_by_key_block,

@@ -7,13 +7,11 @@ import functools
 from flashtune.core.config import Axis, BlockSize, Config, RegisterCap, Space, Stages, Warps
 from flashtune.core.problem import Causal, Problem
 from flashtune.core.target import Target
-from flashtune.templates.common.model.sram import columns, widest_tile
+from flashtune.templates.common.model.sram import backward_chunks, columns, may_split, widest_tile
 from flashtune.templates.common.model.sram_backward import (
     SMALL_SRAM,
-    backward_chunks,
     fits_warps,
     is_narrow,
-    may_split,
     usual_tiles_of_keys,
 )
 from flashtune.templates.common.precision import InputPrecision, float32_width, precision_axis

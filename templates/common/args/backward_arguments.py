@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from flashtune.core.kernel import POINTER_ALIGNMENT, Alignment, Argument, Specialization
+from flashtune.core.kernel import POINTER_ALIGNMENT, Argument, Specialization
 from flashtune.core.problem import Bias, Dtype, Problem
-from flashtune.templates.common.args.arguments import pointer_type
+from flashtune.templates.common.args.arguments import (
+    STRIDE_LETTERS,
+    pointer_type,
+    stride_arguments,
+    tensor_argument,
+)
 from flashtune.templates.common.args.side import side_numbers, side_strides, side_tensors
 from flashtune.templates.family import Arguments
 
-# Letters for the strides of a launch's planned tensors.
-STRIDE_LETTERS = {
-    "q": "q",
-    "k": "k",
-    "v": "v",
-    "out": "o",
-    "dout": "do",
-    "dq": "dq",
-    "dk": "dk",
-    "dv": "dv",
-}
 ROW_NUMBERS = ("lse", "dlse", "dslopes", "dsinks")
 WORKSPACE = "workspace_"
 # Counts for kernels that iterate over sequences.
@@ -72,27 +66,15 @@ def score_arguments(problem: Problem, specialization: Specialization) -> tuple[A
 
 def plain_arguments(dtype: Dtype, specialization: Specialization, tensors: tuple[str, ...]) -> Arguments:
     """Returns pointers to tensors and workspaces of these names."""
-    aligned = specialization.alignment is not Alignment.ANY
-    return tuple(_pointer(name, dtype, aligned) for name in tensors)
+    return tuple(_pointer(name, dtype, specialization) for name in tensors)
 
 
-def stride_arguments(specialization: Specialization, tensors: tuple[str, ...]) -> Arguments:
-    """Returns strides of batches, heads and positions of the planned tensors."""
-    kind = f"i{specialization.index_bits}"
-    return tuple(
-        Argument(f"stride_{STRIDE_LETTERS[name]}{axis}", kind, int(specialization.alignment))
-        for name in tensors
-        if name in STRIDE_LETTERS
-        for axis in "bhs"
-    )
-
-
-def _pointer(name: str, dtype: Dtype, aligned: bool) -> Argument:
+def _pointer(name: str, dtype: Dtype, specialization: Specialization) -> Argument:
     if name.startswith(WORKSPACE):
         return Argument(name, "*fp32", POINTER_ALIGNMENT)
     if name in ROW_NUMBERS:
         # Lengths decide where its rows begin, so alignment cannot be used.
         return Argument(name, "*fp32")
     if name in STRIDE_LETTERS:
-        return Argument(name, pointer_type(dtype), POINTER_ALIGNMENT if aligned else 1)
+        return tensor_argument(name, dtype, specialization)
     return Argument(name, pointer_type(dtype))

@@ -7,11 +7,11 @@ from typing import Any
 from flashtune.core.config import LaunchOptions
 from flashtune.core.kernel import Argument, Specialization, Step
 from flashtune.core.problem import Bias, Problem
+from flashtune.templates.common.args.arguments import stride_arguments
 from flashtune.templates.common.args.backward_arguments import (
     plain_arguments,
     score_arguments,
     seed_arguments,
-    stride_arguments,
 )
 from flashtune.templates.common.args.portable_context import portable_values
 from flashtune.templates.common.model.sram import Chunk, head_chunks

@@ -12,12 +12,9 @@ from flashtune.core.problem import Bias, Problem
 from flashtune.core.target import Target
 from flashtune.templates.common.model.sram import (
     ASYNC_BYTES,
-    Chunk,
     Engine,
     Tiles,
-    chunks_of,
     columns,
-    is_exact,
 )
 from flashtune.templates.family import BytesItem, BytesItems
 
@@ -49,9 +46,6 @@ def walk_items(
     return tuple(item for item in items if item.bytes)
 
 
-# With 16-bit tiles of 32 columns, Triton 3.6's ptxas puts some scalars of the loop into registers from which
-# wgmma reads the tile's address.
-MIN_WIDTH = 64
 SMALL_SRAM = 128 * 1024
 WARP_ROWS = 16
 WARPGROUP_ROWS = 64
@@ -61,23 +55,6 @@ MIN_SHARED = 32
 MAX_REGISTERS = 255
 # Accumulators and scores of one thread leave this many registers for the rest.
 SPARE_REGISTERS = 24
-
-
-def backward_chunks(problem: Problem, split_head_dim: bool) -> tuple[tuple[Chunk, ...], tuple[Chunk, ...]]:
-    """Returns the tiles of queries' and keys' columns, and those of values' columns."""
-    qk, v = (
-        chunks
-        if problem.dtype.is_float32 or chunks[0].width >= MIN_WIDTH
-        else (Chunk(0, 0, MIN_WIDTH, padded=True),)
-        for chunks in chunks_of(problem, split_head_dim)
-    )
-    return qk, v
-
-
-def may_split(problem: Problem) -> bool:
-    """Returns whether a head dim needs padding, and no tile of a split one is too narrow."""
-    widths = (chunk.width for chunks in chunks_of(problem, True) for chunk in chunks)
-    return not is_exact(problem) and (problem.dtype.is_float32 or min(widths) >= MIN_WIDTH)
 
 
 def fits_warps(

@@ -15,7 +15,7 @@ from flashtune.core.problem import Bias, Causal, Direction, Dtype, Problem
 from flashtune.core.target import TARGETS, Target, find_target
 from flashtune.launch.compilation import compile_kernel
 from flashtune.templates.backward_split.space import SplitConfig
-from flashtune.templates.common.model.sram_backward import backward_chunks
+from flashtune.templates.common.model.sram import backward_chunks
 from flashtune.templates.family import unsupported_reason
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
