@@ -4,8 +4,6 @@ A kernel's source does not depend on lengths, head counts or batch, so one binar
 chooses the lengths and their probes.
 """
 
-from __future__ import annotations
-
 import enum
 import itertools
 from collections.abc import Iterable, Iterator
@@ -13,8 +11,8 @@ from collections.abc import Iterable, Iterator
 import msgspec
 
 from flashtune.core.config import Config
+from flashtune.core.layouts import DENSE_LAYOUTS, Layout
 from flashtune.core.problem import Problem
-from flashtune.verification.inputs.guarded_tensors import Layout
 from flashtune.verification.lengths import Lengths, equal_lengths, is_ragged, usual_lengths
 from flashtune.verification.probes import Probe
 from flashtune.verification.serving_shapes import ServingCase, serving_cases
@@ -47,29 +45,21 @@ class Level(enum.Enum):
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
-    """One problem to launch a kernel on.
+    """One problem to launch a kernel on."""
 
-    Attributes:
-        problem: Shape, type and mask.
-        probe: The values of q, k and v.
-        block: Number of keys of the tile that the probe is made for.
-        scale: Softmax scale.
-        layout: Order of heads and positions in memory.
-        repeats: Launches that must agree bit for bit, except gradients whose order of summation may vary.
-        far: Index of the tensor of q, k, v, out that spans more than 2^31 elements, if any.
-        lengths: Lengths of the sequences, if they differ.
-        faulty: Whether unused entries of the block table are page numbers whose use faults.
-    """
-
-    problem: Problem
-    probe: Probe
-    block: int
-    scale: float
-    layout: Layout = Layout.BHSD
+    problem: Problem  # Shape, type and mask.
+    probe: Probe  # The values of q, k and v.
+    block: int  # Number of keys of the tile that the probe is made for.
+    scale: float  # Softmax scale.
+    layout: Layout = Layout.BHSD  # Order of heads and positions in memory.
+    # Launches that must agree bit for bit, except gradients whose order of summation may vary.
     repeats: int = 1
+    # Index of the tensor of q, k, v, out that spans more than 2^31 elements, if any.
     far: int | None = None
+    # Lengths of the sequences, if they differ.
     # Unset fields are not part of the encoded case, from which its seed is computed.
     lengths: Lengths | msgspec.UnsetType = msgspec.UNSET
+    # Whether unused entries of the block table are page numbers whose use faults.
     faulty: bool | msgspec.UnsetType = msgspec.UNSET
 
     @property
@@ -111,14 +101,11 @@ def companions(problem: Problem, config: Config, level: Level, *, reduced: bool)
     splits = splits_of(config)
     if splits or problem.features:
         problems = serving_cases(tile, splits, problem, quick=level is Level.QUICK, reduced=reduced)
-        served = tuple(served_cases(problem, problems, block_n))
-        return tuple(msgspec.structs.replace(case, repeats=1) for case in served) if reduced else served
+        return tuple(served_cases(problem, problems, block_n))
     shapes = shapes_of(tile, problem, quick=level is Level.QUICK)
     if reduced:
         # No other reduced problem has three tiles of queries and of keys in full attention.
-        cases = cases_of(problem, (*shapes, third_tiles(tile)), block_n, FEW_HEADS)
-        # An interpreter runs programs one after the other, so there are no races.
-        return tuple(msgspec.structs.replace(case, repeats=1) for case in cases)
+        return tuple(cases_of(problem, (*shapes, third_tiles(tile)), block_n, FEW_HEADS))
     # With packed heads, one head must remain for a partly filled tile.
     pack = getattr(config, "pack_gqa", 1)
     heads = HEADS if pack == 1 else (*HEADS, (2 * pack + 1, 1, 1))
@@ -185,7 +172,7 @@ def cases_of(
     problem: Problem, shapes: Iterable[Shape], block: int, heads: tuple[tuple[int, int, int], ...]
 ) -> Iterator[Case]:
     """Yields cases of equal sequences. Heads, KV heads and batch cycle through `heads`."""
-    turns = zip(itertools.cycle(heads), itertools.cycle(SCALES), itertools.cycle(Layout))
+    turns = zip(itertools.cycle(heads), itertools.cycle(SCALES), itertools.cycle(DENSE_LAYOUTS))
     for shape, ((many, kv_heads, batch), factor, layout) in zip(shapes, turns, strict=False):
         yield Case(
             problem=msgspec.structs.replace(

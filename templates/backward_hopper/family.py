@@ -1,7 +1,5 @@
 """Hopper's backward pass in Gluon: a producer warp and two consumer groups, for sm_90 only."""
 
-from __future__ import annotations
-
 from flashtune.core.config import LaunchOptions, Space
 from flashtune.core.kernel import Specialization, Step
 from flashtune.core.problem import Causal, Direction, Dtype, Feature, Problem

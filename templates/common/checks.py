@@ -1,7 +1,5 @@
 """Values for the checks at the start of rendered wrappers; `checks.jinja` renders them."""
 
-from __future__ import annotations
-
 from flashtune.core.kernel import POINTER_ALIGNMENT, Specialization
 from flashtune.core.problem import Problem
 from flashtune.templates.common.args.feature_context import feature_values

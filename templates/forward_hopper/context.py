@@ -1,7 +1,5 @@
 """Values for the template, in addition to the config."""
 
-from __future__ import annotations
-
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Bias, Causal, KvDtype, KvScale, Problem
 from flashtune.templates.common.args.problem_context import UNBOUNDED, bound, problem_values

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from flashtune.core.kernel import MAX_INT32, Alignment
-from flashtune.core.layouts import TORCH_DTYPES
+from flashtune.core.layouts import TORCH_DTYPES, Layout
 from flashtune.core.problem import Dtype
 
 # NaNs that arithmetic does not produce, so that they differ from a NaN that a kernel wrote. 8-bit floats have
@@ -44,26 +44,13 @@ class Role(enum.IntEnum):
     WORKSPACE = 2
 
 
-class Layout(enum.StrEnum):
-    """Order of batch, heads and positions in memory."""
-
-    BHSD = "bhsd"
-    BSHD = "bshd"
-
-
 class Guarded(NamedTuple):
-    """A tensor inside a larger, poisoned buffer.
+    """A tensor inside a larger, poisoned buffer."""
 
-    Attributes:
-        buffer: The whole allocation, one-dimensional.
-        view: [batch, heads, seqlen, head_dim], last dimension contiguous.
-        role: Role, which determines the poison.
-        behind: Rows of each head after the view that the kernel also gets, but that no sequence uses.
-    """
-
-    buffer: Tensor
-    view: Tensor
-    role: Role
+    buffer: Tensor  # The whole allocation, one-dimensional.
+    view: Tensor  # [batch, heads, seqlen, head_dim], last dimension contiguous.
+    role: Role  # Role, which determines the poison.
+    # Rows of each head after the view that the kernel also gets, but that no sequence uses.
     behind: int = 0
 
     @property
@@ -108,7 +95,7 @@ def guarded(
         shape: [batch, heads, seqlen, head_dim].
         dtype: Element dtype. 8-bit integers and booleans have no NaN and are surrounded by 127.
         alignment: 16: all strides are multiples of 16. 8: multiples of 8, but not of 16. 1: unaligned.
-        layout: Order of heads and positions.
+        layout: Order of heads and positions, one of `DENSE_LAYOUTS`.
         device: Device of the tensor.
         role: Role of the tensor for the kernel.
         spare: Widens each row by this many alignment steps, so that tensors have different strides.

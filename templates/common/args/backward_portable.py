@@ -1,7 +1,5 @@
 """Values for the templates of portable backward families, and their prologue."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from flashtune.core.config import LaunchOptions

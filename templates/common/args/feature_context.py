@@ -1,7 +1,5 @@
 """A problem's features for templates, and their arguments."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

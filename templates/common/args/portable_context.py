@@ -1,7 +1,5 @@
 """Unsupported problems of portable families, and values for their templates."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from flashtune.core.kernel import Specialization

@@ -1,7 +1,5 @@
 """A problem's values for templates, which all families and `common/masks.jinja` share."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from flashtune.core.problem import Bias, BlockLists, Causal, Dtype, Problem

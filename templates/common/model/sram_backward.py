@@ -3,8 +3,6 @@
 Each value is a lower bound, as in `sram.py`.
 """
 
-from __future__ import annotations
-
 import math
 
 from flashtune.core.kernel import Specialization
