@@ -94,7 +94,6 @@ class DecodeLatentHopper(LatentModel, FamilyOf[LatentConfig]):
             # A block of keys is several pages, or one.
             "has_small_pages": copied_keys(problem) < BLOCK_N,
             "page_is_block": problem.page_size == BLOCK_N,
-            "num_splits": config.num_splits,
             "is_split": config.num_splits > 1,
             "lse": specialization.lse,
         }

@@ -129,7 +129,6 @@ class DecodeSplitKV(DecodeModel, FamilyOf[DecodeConfig]):
         page_per_key = features["is_paged"] and not features["one_page"]
         return values | {
             # Several programs share the keys of a sequence.
-            "num_splits": config.num_splits,
             "is_split": config.num_splits > 1,
             "early_combine": config.num_splits > 1 and combines_early(problem, config),
             "combine_warps": COMBINE_WARPS,

@@ -1,7 +1,5 @@
 """Values for the template, in addition to the config."""
 
-from __future__ import annotations
-
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Bias, Causal, KvDtype, KvScale, Problem
 from flashtune.templates.common.args.problem_context import UNBOUNDED, bound, problem_values
@@ -43,13 +41,10 @@ def _tile_values(problem: Problem, config: HopperConfig) -> dict[str, object]:
     lpt = config.order is not Order.LINEAR
     positions = config.block_m // config.pack_gqa
     return {
-        "num_consumer_groups": config.num_consumer_groups,
-        "rows_per_group": config.rows_per_group,
         "consumer_registers": consumer_registers,
         "producer_registers": producer_registers,
         "converter_registers": CONVERTER_REGISTERS,
         # A tile has rows of several heads.
-        "pack_gqa": config.pack_gqa,
         "has_packs": config.pack_gqa > 1,
         "ping_pong": config.ping_pong and config.num_consumer_groups > 1,
         "lpt": lpt,
@@ -88,8 +83,7 @@ def _element_values(problem: Problem, config: HopperConfig) -> dict[str, object]
         # Scores and outputs are multiplied by the scales of keys and values.
         "has_head_scales": is_converted and not by_page,
         "raw_stages": raw_stages(config),
-        # Tiles of 8-bit probabilities in shared memory, or none if they stay in registers.
-        "p_stages": config.p_stages,
+        # 8-bit probabilities are in shared memory, or stay in registers.
         "has_p_tiles": config.p_stages > 0,
         "has_two_p_tiles": config.p_stages > 1,
         "p_in_registers": is_quantized and not config.p_stages,
