@@ -17,13 +17,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from flashtune.core.session import SESSION, keep
+from flashtune.core.caches import CACHES, keep
 
 POLL_SECONDS = 0.02
 OPENED = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 # Results of `lock_fault`.
-_lock_faults: dict[Path, str | None] = SESSION.process_cache("lock faults")
+_lock_faults: dict[Path, str | None] = CACHES.cache()
 
 
 @contextlib.contextmanager

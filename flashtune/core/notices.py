@@ -6,12 +6,12 @@ import re
 import threading
 import warnings
 
+from flashtune.core.caches import CACHES, keep
 from flashtune.core.canonical import shape_text
 from flashtune.core.errors import Printable
 from flashtune.core.problem import Problem
-from flashtune.core.session import SESSION, keep
 
-_seen_messages: dict[str, bool] = SESSION.process_cache("messages")
+_seen_messages: dict[str, bool] = CACHES.cache()
 _telling = threading.Lock()
 
 

@@ -11,8 +11,8 @@ import torch
 
 from flashtune.core.features.records import NO_EXTRA_INPUTS, TENSORS
 from flashtune.core.kernel import POINTER_ALIGNMENT, specialization_of
-from flashtune.core.target import device_target
 from flashtune.dispatch.masked_sdpa import sharing_of
+from flashtune.dispatch.platform import PLATFORM, Platform
 from flashtune.dispatch.sdpa import copies_ms, copy_ms, default_backend
 from flashtune.launch.compilation import interpreting
 from flashtune.launch.tensors import BackwardTensors, ForwardTensors
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from flashtune.core.mask_sharing import MaskSharing
     from flashtune.core.problem import Problem
     from flashtune.core.target import Target
+    from flashtune.dispatch.tables import Tables
     from flashtune.request.call import Call
     from flashtune.request.request import Prefer, Request
 
@@ -58,22 +59,37 @@ class BoundRequest:
     """
 
     def __init__(
-        self, request: Request, q: Tensor, k: Tensor, v: Tensor, side: ExtraInputs = NO_EXTRA_INPUTS
+        self,
+        request: Request,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        side: ExtraInputs = NO_EXTRA_INPUTS,
+        platform: Platform = PLATFORM,
     ) -> None:
         self.request = request
         self.tensors: Tensors = q, k, v
         self.side = side
+        self.platform = platform
 
     @classmethod
-    def of(cls, call: Call, needs_grad: bool | None = None) -> BoundRequest:
+    def of(cls, call: Call, needs_grad: bool | None = None, platform: Platform = PLATFORM) -> BoundRequest:
         """Returns the request of a call with its tensors, as `read_call`, and raises its errors."""
-        return cls(read_call(call, needs_grad), call.q, call.k, call.v, call.side)
+        return cls(read_call(call, needs_grad), call.q, call.k, call.v, call.side, platform)
+
+    def replaced(self, request: Request, tensors: Tensors | None = None) -> BoundRequest:
+        """Returns another request with the same side inputs, and by default with the same tensors."""
+        return type(self)(request, *(tensors or self.tensors), self.side, self.platform)
 
     @functools.cached_property
     def target(self) -> Target:
         """The GPU of the tensors."""
-        index = self.request.device.index
-        return device_target(torch.cuda.current_device() if index is None else index)
+        return self.platform.target(self.request.device)
+
+    @functools.cached_property
+    def records(self) -> Tables:
+        """The tuned records of the GPU."""
+        return self.platform.records(self.target)
 
     @functools.cached_property
     def views(self) -> Tensors:
@@ -101,7 +117,11 @@ class BoundRequest:
     @functools.cached_property
     def sdpa_backend(self) -> str | None:
         """The backend that SDPA selects, or None if it is not known or has no name in records."""
-        return default_backend(*self.views, self.request.problem, self.side.bias)
+        return self.backend_of(self.request.problem, self.side.bias)
+
+    def backend_of(self, problem: Problem, bias: Tensor | None) -> str | None:
+        """Returns the backend that SDPA selects for the tensors, as `default_backend`."""
+        return default_backend(*self.views, problem, bias, self.platform.sdpa_backend)
 
     @functools.cached_property
     def sdpa_copies_ms(self) -> float:

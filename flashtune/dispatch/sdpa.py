@@ -11,6 +11,7 @@ from torch import Tensor
 from flashtune.core.problem import Causal, Problem
 from flashtune.dispatch.masked_sdpa import (
     ADDRESS_ALIGNMENT,
+    SelectBackend,
     chosen_backend,
     is_unaligned,
     readable,
@@ -81,13 +82,19 @@ def has_hidden_keys(problem: Problem) -> bool:
 
 
 def default_backend(
-    q: Tensor, k: Tensor, v: Tensor, problem: Problem, bias: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    problem: Problem,
+    bias: Tensor | None = None,
+    select: SelectBackend = chosen_backend,
 ) -> str | None:
     """Returns the baseline that SDPA selects, or None if it was not measured in the way SDPA would use it.
 
     It was not measured for causal masks with different lengths. SDPA gets copies
     of tensors whose addresses or strides are not multiples of 16 bytes. Their time is added by `copies_ms`.
-    Tensors are [batch, heads, seqlen, head_dim]. The bias is additive, or a boolean mask.
+    Tensors are [batch, heads, seqlen, head_dim]. The bias is additive, or a boolean mask. `select` returns
+    the backend, as `chosen_backend`.
     """
     if bias is None and has_hidden_keys(problem):
         # `sdpa_attention` leaves them out.
@@ -99,4 +106,4 @@ def default_backend(
         return None
     if bias is not None and bias.dtype is not torch.bool and start(bias) % ADDRESS_ALIGNMENT:
         return None
-    return chosen_backend(q, k, v, None if bias is None else unexpanded(bias), causal)
+    return select(q, k, v, None if bias is None else unexpanded(bias), causal)

@@ -15,6 +15,7 @@ import torch
 from flashtune.core.errors import ProblemError
 from flashtune.core.machine import CHECK_VARIABLE, variable
 from flashtune.core.problem import KvScale
+from flashtune.dispatch.platform import PLATFORM
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -143,10 +144,7 @@ def _check_lists(problem: Problem, counts: Tensor, indices: Tensor) -> None:
 
 def is_capturing(tensor: Tensor) -> bool:
     """Whether a CUDA graph is being captured. Values cannot be read during a capture."""
-    if not tensor.is_cuda:
-        return False
-    with torch.cuda.device(tensor.device):
-        return torch.cuda.is_current_stream_capturing()
+    return PLATFORM.is_capturing(tensor.device)
 
 
 def _checked(

@@ -9,8 +9,8 @@ import pytest
 from benchmarks.host.first_use_cases import CASES
 from flashtune.core.kernel import Alignment
 from flashtune.core.problem import Direction
-from flashtune.core.session import SESSION
 from flashtune.core.target import find_target
+from flashtune.runtime.session import SESSION
 from flashtune.templates.registry import family_names
 from flashtune.tuner.candidates import contiguous_specialization
 

@@ -9,9 +9,9 @@ from torch import Tensor
 
 import flashtune
 from flashtune import testing
-from flashtune.core.session import SESSION
 from flashtune.request.call import CausalOption, dense_call
 from flashtune.request.read_call import read_call
+from flashtune.runtime.session import SESSION
 
 Triple = tuple[Tensor, Tensor, Tensor]
 

@@ -12,11 +12,11 @@ from torch.nn.attention import sdpa_kernel
 
 from flashtune.core.features.records import ExtraInputs
 from flashtune.core.problem import Bias, Causal, Dtype, Problem
-from flashtune.core.session import SESSION
 from flashtune.dispatch.masked_sdpa import masked_attention, refusal
 from flashtune.request.call import dense_call
 from flashtune.request.read_call import read_call
 from flashtune.request.side_inputs import side_views
+from flashtune.runtime.session import SESSION
 from flashtune.runtime.unfused import unfused_attention
 from flashtune.tuner.execution.sdpa import BACKENDS
 

@@ -19,8 +19,8 @@ import pytest
 from packaging.requirements import Requirement
 
 from flashtune import FlashtuneWarning, UsageError
-from flashtune.core.session import SESSION
 from flashtune.integrations import sglang, sglang_backend, transformers_masks, vllm
+from flashtune.runtime.session import SESSION
 from scripts import host_contracts
 from tests.support import host_stubs
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import flashtune
-from flashtune.core.session import SESSION
+from flashtune.runtime.session import SESSION
 
 Triple = tuple[Tensor, Tensor, Tensor]
 HEADS, KV_HEADS = 4, 2

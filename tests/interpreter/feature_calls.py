@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import flashtune
-from flashtune.core.session import SESSION
 from flashtune.launch.compilation import interpreting
 from flashtune.request.call import dense_call, paged_call, varlen_call
+from flashtune.runtime.session import SESSION
 from tests.problems.features import KEYS, QUERIES, agrees, starts
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 32

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 import flashtune
-from flashtune.core.session import SESSION
 from flashtune.launch.compilation import interpreting
 from flashtune.request.call import CausalOption, LayoutOption
+from flashtune.runtime.session import SESSION
 
 # Bounds for the errors of float32, and of rounding the result to 16 bits.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}

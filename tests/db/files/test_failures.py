@@ -17,10 +17,10 @@ from sqlalchemy import Engine, event
 
 from flashtune.core.errors import StoreError
 from flashtune.core.record import Record
-from flashtune.core.session import SESSION
 from flashtune.db.light.reader import open_reader
 from flashtune.db.light.self_checks import remember_check
 from flashtune.db.store import Store, open_store
+from flashtune.runtime.session import SESSION
 from tests.db.files.hostile import CHECK, refused
 
 MakeRecord = Callable[..., Record]

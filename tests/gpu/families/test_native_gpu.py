@@ -17,11 +17,12 @@ from flashtune.core.record import Selection
 from flashtune.core.target import device_target
 from flashtune.db.eligibility import by_problem
 from flashtune.db.store import Store, open_store
-from flashtune.dispatch import decision
+from flashtune.dispatch import platform
 from flashtune.dispatch.tables import Tables
 from flashtune.request.call import dense_call
 from flashtune.request.read_call import read_call
-from flashtune.runtime import kernel_fallback
+from flashtune.runtime.kernel_loader import LoadedKernel
+from flashtune.runtime.session import SESSION
 from flashtune.templates.registry import find_family
 from flashtune.tuner.search.driver import run_search
 from flashtune.tuner.search.request import Budget, SearchRequest, SearchResult
@@ -87,14 +88,14 @@ def test_each_kind_of_tensor_is_served_by_a_supporting_family(kind: str, family:
 
 
 def test_failed_native_kernel_is_replaced_by_a_portable_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = kernel_fallback.chosen
+    real = SESSION.loader.load
 
-    def refuse_native(selection: Selection, *rest: object) -> kernel_fallback.LoadedKernel:
+    def refuse_native(selection: Selection, *rest: object) -> LoadedKernel:
         if selection.record.family == NATIVE:
             raise KernelError("AttributeError: this Triton calls it otherwise")
         return real(selection, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(kernel_fallback, "chosen", refuse_native)
+    monkeypatch.setattr(SESSION.loader, "load", refuse_native)
     q, k, v = tensors("aligned")
     with pytest.warns(FlashtuneWarning, match="calls it otherwise, so a default config serves"):
         out = flashtune.attention(q, k, v, causal=True, prefer="generated")
@@ -128,6 +129,6 @@ def test_joint_search_stores_a_fallback_for_other_tensors(
     assert result.best.resources.warps in (8, 12, 16)
     assert result.fallback is not None
     records = [row.record for row in (*store.selections(), *store.fallbacks())]
-    monkeypatch.setattr(decision, "tuned_records", lambda _: Tables(by_problem(records), {}))
+    monkeypatch.setattr(platform, "tuned_records", lambda _: Tables(by_problem(records), {}))
     assert family_of(*tensors("aligned"))[0] == result.best.family
     assert family_of(*tensors("odd rows"))[0] == result.fallback.family

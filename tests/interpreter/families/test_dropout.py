@@ -15,11 +15,11 @@ from flashtune.core.errors import ProblemError
 from flashtune.core.features.records import ExtraInputs
 from flashtune.core.kernel import specialization_of
 from flashtune.core.problem import Causal, Dtype, Problem
-from flashtune.core.session import SESSION
 from flashtune.core.target import find_target
 from flashtune.launch.binding import bind
 from flashtune.launch.tensors import ForwardTensors
 from flashtune.request.dropout import kept_weights
+from flashtune.runtime.session import SESSION
 from flashtune.templates.forward_masked.space import MaskedConfig
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render

@@ -12,7 +12,6 @@ from flashtune.core.errors import ProblemError
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Causal, Dtype, Problem
 from flashtune.core.record import Outcome, Provenance, Record, Selection, Verdict, VerificationStatus
-from flashtune.core.session import SESSION
 from flashtune.core.target import Target, find_target
 from flashtune.db.eligibility import by_problem
 from flashtune.dispatch.bound_request import BoundRequest
@@ -23,6 +22,7 @@ from flashtune.dispatch.lookup import select as select_for
 from flashtune.dispatch.nearest import distance, is_far, nearest_record, same_computation
 from flashtune.dispatch.tables import Tables, _may_serve, table_hash, tuned_records
 from flashtune.request.call import dense_call
+from flashtune.runtime.session import SESSION
 from flashtune.templates.registry import find_family
 
 TARGET = find_target("h200")

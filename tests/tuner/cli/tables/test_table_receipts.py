@@ -12,12 +12,12 @@ import pytest
 from click.testing import Result
 
 from flashtune.core.record import Measurement, Record, Verdict
-from flashtune.core.session import SESSION
 from flashtune.db import table as module
 from flashtune.db.codec import Check
 from flashtune.db.table import Timing, TunedTable, dump_table, load_table
 from flashtune.dispatch import tables
 from flashtune.dispatch.versions import NO_DRIVER, current_versions
+from flashtune.runtime.session import SESSION
 from flashtune.tuner.tables import listing, lookup
 from flashtune.tuner.tables.admission import digest_of
 from flashtune.tuner.tables.listing import standing
