@@ -1,7 +1,5 @@
 """Creates databases and opens them. Rejects databases of other programs and of other schemas."""
 
-from __future__ import annotations
-
 import msgspec
 from sqlalchemy import Connection, Engine, insert, inspect, select, text
 

@@ -1,7 +1,5 @@
 """Location of the database: a path or a URL from the user, the environment or the user's cache."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

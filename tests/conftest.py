@@ -1,7 +1,5 @@
 """Fixtures of all tests: they isolate the user's files, and skip GPU tests without a GPU."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable

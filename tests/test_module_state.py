@@ -1,7 +1,5 @@
 """A test that lists the mutable state of modules outside of `flashtune.runtime.session.SESSION`."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`Candidate`, a config of a family; search spaces; and the capacity check that prunes candidates."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import msgspec
@@ -66,17 +64,12 @@ class SearchTask(msgspec.Struct, frozen=True):
 
 
 class Demand(msgspec.Struct, frozen=True):
-    """The minimum demand of a candidate on the target, by the models.
+    """The minimum demand of a candidate on the target, by the models."""
 
-    Attributes:
-        sram_bytes: Shared memory of a block.
-        excess: Demand beyond a capacity, as a fraction of the capacity; 0 if the candidate fits.
-        message: The exceeded capacity; empty if the candidate fits.
-    """
-
-    sram_bytes: int
+    sram_bytes: int  # Shared memory of a block.
+    # Demand beyond a capacity, as a fraction of the capacity; 0 if the candidate fits.
     excess: float
-    message: str
+    message: str  # The exceeded capacity; empty if the candidate fits.
 
 
 def demand(scope: SearchTask, candidate: Candidate) -> Demand:

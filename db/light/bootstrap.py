@@ -3,8 +3,6 @@
 A program's first call may create the database, and must not spend time on that import.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import re

@@ -1,7 +1,5 @@
 """Caches of results that stay the same in a process."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any, TypeVar

@@ -7,8 +7,6 @@ groups, which Python before 3.11.5 matches wrongly. It imports the standard libr
 can run it alone.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Iterator

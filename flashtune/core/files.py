@@ -4,8 +4,6 @@ The locks hold between processes of one host and are compatible with those of fi
 would take as long as the self-check of a kernel in a first call.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

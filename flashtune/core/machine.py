@@ -4,8 +4,6 @@ Such a failure gives no information about the kernel, so no result is stored for
 installed packages are read here too, also of packages without metadata: vendored, frozen, or in an archive.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import importlib.util
@@ -175,17 +173,11 @@ def temporary_folder() -> Path:
 
 
 class WrittenFolder(NamedTuple):
-    """A folder to which a compilation writes.
+    """A folder to which a compilation writes."""
 
-    Attributes:
-        what: A description, such as `the Triton cache`.
-        where: Returns the folder.
-        variable: The environment variable that sets the folder.
-    """
-
-    what: str
-    where: Callable[[], Path]
-    variable: str
+    what: str  # A description, such as `the Triton cache`.
+    where: Callable[[], Path]  # Returns the folder.
+    variable: str  # The environment variable that sets the folder.
 
 
 WRITTEN_FOLDERS = (

@@ -1,7 +1,5 @@
 """Warnings of the runtime, each at most once per process and subject; and commands in messages."""
 
-from __future__ import annotations
-
 import re
 import threading
 import warnings

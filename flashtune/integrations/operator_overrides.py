@@ -79,16 +79,11 @@ class Pause:
 
 
 class Reading(NamedTuple):
-    """A call of an operator as flashtune computes it.
+    """A call of an operator as flashtune computes it."""
 
-    Attributes:
-        call: The call.
-        needs_grad: Whether a backward pass may follow.
-        usual: Name of the replaced operator in records, or None if it has no measurements.
-    """
-
-    call: Call
-    needs_grad: bool
+    call: Call  # The call.
+    needs_grad: bool  # Whether a backward pass may follow.
+    # Name of the replaced operator in records, or None if it has no measurements.
     usual: str | None
 
 
@@ -100,18 +95,12 @@ class Served(NamedTuple):
 
 
 class ForwardOperator(Protocol):
-    """A forward operator.
+    """A forward operator."""
 
-    Attributes:
-        name: Its name in the library `aten`.
-        flags: The number of arguments after the fourth that are not numbers.
-        has_options: Whether calls differ by options, and by whether gradients are recorded.
-        is_packed: Whether calls without a fifth argument, which begins packed sequences, are passed on.
-    """
-
-    name: str
-    flags: int
-    has_options: bool
+    name: str  # Its name in the library `aten`.
+    flags: int  # The number of arguments after the fourth that are not numbers.
+    has_options: bool  # Whether calls differ by options, and by whether gradients are recorded.
+    # Whether calls without a fifth argument, which begins packed sequences, are passed on.
     is_packed: bool
 
     def read(self, args: tuple[Any, ...], options: dict[str, Any], /) -> Reading | None:
@@ -130,13 +119,9 @@ class ForwardOperator(Protocol):
 
 
 class BackwardOperator(Protocol):
-    """A backward operator.
+    """A backward operator."""
 
-    Attributes:
-        name: Its name in the library `aten`.
-    """
-
-    name: str
+    name: str  # Its name in the library `aten`.
 
     def read(self, args: tuple[Any, ...], options: dict[str, Any], /) -> Reading | None:
         """Returns the forward call, or None if flashtune does not compute its gradients."""

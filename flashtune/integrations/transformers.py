@@ -10,8 +10,6 @@ would ignore softcap or sinks, it goes to the `eager` attention of the model. Bo
 are compiled on a worker thread. Compiled models compile their kernels at the first call.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Callable

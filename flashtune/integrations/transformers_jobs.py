@@ -32,21 +32,16 @@ refused_jobs = SESSION.refused_jobs
 
 
 class Job(NamedTuple):
-    """A call of flashtune for a layer.
+    """A call of flashtune for a layer."""
 
-    Attributes:
-        call: The call. Its output is [batch, seqlen_q, heads, value_head_dim], or packed.
-        usual: Name of the replaced operator in records, or None if it has no measurements.
-        inverse: The places of tokens in the output, if padding was moved. None otherwise.
-        short: The properties that distinguish jobs with tensors of their own. None for other jobs.
-        is_apart: Whether the call has a bias and a causal mask, which could be merged.
-    """
-
-    call: Call
+    call: Call  # The call. Its output is [batch, seqlen_q, heads, value_head_dim], or packed.
+    # Name of the replaced operator in records, or None if it has no measurements.
     usual: str | None
+    # The places of tokens in the output, if padding was moved. None otherwise.
     inverse: tuple[Tensor, Tensor] | None = None
+    # The properties that distinguish jobs with tensors of their own. None for other jobs.
     short: tuple[object, ...] | None = None
-    is_apart: bool = False
+    is_apart: bool = False  # Whether the call has a bias and a causal mask, which could be merged.
 
 
 class Layer:

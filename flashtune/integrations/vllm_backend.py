@@ -169,37 +169,25 @@ class Configurations:
 
 
 class Part(NamedTuple):
-    """Some sequences of a batch, which one call computes.
+    """Some sequences of a batch, which one call computes."""
 
-    Attributes:
-        first: The first of their tokens.
-        batch: The sequences over the paged cache.
-    """
-
-    first: int
-    batch: PagedBatch
+    first: int  # The first of their tokens.
+    batch: PagedBatch  # The sequences over the paged cache.
 
 
 # vLLM copies the fields of this class and sets others, so it is neither frozen nor a tuple.
 @dataclass
 class Metadata:
-    """One batch, shared by all layers of a group.
+    """One batch, shared by all layers of a group."""
 
-    Attributes:
-        num_actual_tokens: Tokens without padding. Their queries come first.
-        starts: Offsets of the sequences' queries, int32 [batch + 1].
-        max_query_len: Queries of the longest sequence, or more.
-        parts: Sequences that decode, and the others. A single part if the host may not distinguish them.
-        slot_mapping: Slots of the new keys, int64 [tokens]. vLLM replaces it for cross-attention.
-        causal: Whether queries see no later keys.
-    """
-
-    num_actual_tokens: int
-    starts: Tensor
-    max_query_len: int
+    num_actual_tokens: int  # Tokens without padding. Their queries come first.
+    starts: Tensor  # Offsets of the sequences' queries, int32 [batch + 1].
+    max_query_len: int  # Queries of the longest sequence, or more.
+    # Sequences that decode, and the others. A single part if the host may not distinguish them.
     parts: tuple[Part, ...]
+    # Slots of the new keys, int64 [tokens]. vLLM replaces it for cross-attention.
     slot_mapping: Tensor
-    causal: bool
+    causal: bool  # Whether queries see no later keys.
 
 
 class BatchBuilder:

@@ -30,17 +30,12 @@ address_of = torch.Tensor.data_ptr
 
 
 class Stage(NamedTuple):
-    """One kernel of a launch.
+    """One kernel of a launch."""
 
-    Attributes:
-        queue: Its binary, grid and integers.
-        names: The names of its arguments, without descriptors (first) and integers (last).
-        described: Whether it takes the descriptors of the launch.
-    """
-
-    queue: Queue
+    queue: Queue  # Its binary, grid and integers.
+    # The names of its arguments, without descriptors (first) and integers (last).
     names: tuple[str, ...]
-    described: bool = False
+    described: bool = False  # Whether it takes the descriptors of the launch.
 
 
 def launch_of(

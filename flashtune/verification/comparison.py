@@ -37,17 +37,11 @@ if TYPE_CHECKING:
 
 
 class Finding(NamedTuple):
-    """One figure of a check. It must not exceed `limit`, nor be NaN.
+    """One figure of a check. It must not exceed `limit`, nor be NaN."""
 
-    Attributes:
-        what: A description of the comparison.
-        figure: A scalar on the device.
-        limit: 1 for error ratios, 0 for counts.
-    """
-
-    what: str
-    figure: Tensor
-    limit: float
+    what: str  # A description of the comparison.
+    figure: Tensor  # A scalar on the device.
+    limit: float  # 1 for error ratios, 0 for counts.
 
     def holds(self) -> bool:
         """Returns whether the figure is within its limit. Waits for the device."""
@@ -55,21 +49,15 @@ class Finding(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """A launch of a kernel on a case, and the comparison of its results.
+    """A launch of a kernel on a case, and the comparison of its results."""
 
-    Attributes:
-        prepared: The case's tensors and reference.
-        tensors: The tensors to which the launch is bound.
-        arguments: The tensors of a launch.
-        compare: Yields the findings of a launch, given its number, and returns the results that must agree
-            between launches.
-        unlike: Yields the differences of a launch's results from the first one's.
-    """
-
-    prepared: Prepared | PreparedGradients
-    tensors: ForwardTensors | BackwardTensors
-    arguments: tuple[Tensor | None, ...]
+    prepared: Prepared | PreparedGradients  # The case's tensors and reference.
+    tensors: ForwardTensors | BackwardTensors  # The tensors to which the launch is bound.
+    arguments: tuple[Tensor | None, ...]  # The tensors of a launch.
+    # Yields the findings of a launch, given its number, and returns the results that must agree between
+    # launches.
     compare: Callable[[int], Generator[Finding, None, dict[str, Tensor]]]
+    # Yields the differences of a launch's results from the first one's.
     unlike: Callable[[dict[str, Tensor], dict[str, Tensor]], Iterator[Finding]]
 
 

@@ -86,17 +86,11 @@ def _neighbours(
 
 
 class Borders(NamedTuple):
-    """Pairs of a visible and a hidden key that are neighbours in a row of a mask; on the CPU.
+    """Pairs of a visible and a hidden key that are neighbours in a row of a mask; on the CPU."""
 
-    Attributes:
-        counts: Number of borders of each row, [rows].
-        hidden: The hidden key at each border, row by row, [borders].
-        visible: The visible key at each border, [borders].
-    """
-
-    counts: Tensor
-    hidden: Tensor
-    visible: Tensor
+    counts: Tensor  # Number of borders of each row, [rows].
+    hidden: Tensor  # The hidden key at each border, row by row, [borders].
+    visible: Tensor  # The visible key at each border, [borders].
 
 
 def _borders(seen: Tensor) -> Iterator[Borders]:

@@ -1,7 +1,5 @@
 """Tests of transformers' models with flashtune's attention function on the CPU, in float64 and unfused."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import itertools

@@ -1,7 +1,5 @@
 """Tests of the default config of every family: it is in the search space and fits the SRAM of the GPU."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from typing import Any

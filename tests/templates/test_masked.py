@@ -1,7 +1,5 @@
 """Tests of the masked family: unsupported problems, rendered and compiled kernels of each feature."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import itertools

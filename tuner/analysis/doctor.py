@@ -36,19 +36,12 @@ class Level(enum.StrEnum):
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One line of the report.
+    """One line of the report."""
 
-    Attributes:
-        name: Subject of the check.
-        level: Result.
-        message: The finding as text.
-        advice: The remedy; empty if none is needed.
-    """
-
-    name: str
-    level: Level
-    message: str
-    advice: str = ""
+    name: str  # Subject of the check.
+    level: Level  # Result.
+    message: str  # The finding as text.
+    advice: str = ""  # The remedy; empty if none is needed.
 
 
 def examine(

@@ -29,19 +29,12 @@ SEED = 0
 
 
 class SequenceLayout(NamedTuple):
-    """The positions of a problem's sequences in memory.
+    """The positions of a problem's sequences in memory."""
 
-    Attributes:
-        problem: The problem.
-        lengths: Lengths of its sequences.
-        query_places: Positions of queries, None if tensors are padded already.
-        key_places: Positions of keys, likewise.
-    """
-
-    problem: Problem
-    lengths: Lengths
-    query_places: Places | None
-    key_places: Places | None
+    problem: Problem  # The problem.
+    lengths: Lengths  # Lengths of its sequences.
+    query_places: Places | None  # Positions of queries, None if tensors are padded already.
+    key_places: Places | None  # Positions of keys, likewise.
 
     @staticmethod
     def of(problem: Problem, tensors: Tensors) -> SequenceLayout:
@@ -90,16 +83,11 @@ class SequenceLayout(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """The rows that are compared, the same for all contestants.
+    """The rows that are compared, the same for all contestants."""
 
-    Attributes:
-        layout: The positions of outputs in memory.
-        chosen: The rows and heads.
-        expected: Their reference. Rows that a packed sequence does not have may be anything.
-    """
-
-    layout: SequenceLayout
-    chosen: Sample
+    layout: SequenceLayout  # The positions of outputs in memory.
+    chosen: Sample  # The rows and heads.
+    # Their reference. Rows that a packed sequence does not have may be anything.
     expected: Expected
 
 

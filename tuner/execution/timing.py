@@ -4,8 +4,6 @@ A pause is queued before each batch of samples, so that the host is always ahead
 sample then includes time in which the GPU waited for a launch.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import statistics
@@ -35,19 +33,12 @@ SUSTAINED_SECONDS = 0.6
 
 
 class Sampling(msgspec.Struct, frozen=True):
-    """The number of samples and their time budget.
+    """The number of samples and their time budget."""
 
-    Attributes:
-        warmups: Launches before the first sample.
-        least: Minimum number of samples.
-        most: Maximum number of samples.
-        budget_ms: GPU time to spend within these limits.
-    """
-
-    warmups: int = 2
-    least: int = 9
-    most: int = 25
-    budget_ms: float = 60.0
+    warmups: int = 2  # Launches before the first sample.
+    least: int = 9  # Minimum number of samples.
+    most: int = 25  # Maximum number of samples.
+    budget_ms: float = 60.0  # GPU time to spend within these limits.
 
     def count(self, estimate_ms: float) -> int:
         """Returns the number of samples for a launch of about `estimate_ms`."""

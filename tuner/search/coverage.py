@@ -24,24 +24,15 @@ USUAL_SECONDS = 2.0
 
 
 class Expectation(msgspec.Struct, frozen=True, kw_only=True):
-    """The expected extent of one search.
+    """The expected extent of one search."""
 
-    Attributes:
-        problem: Key of the problem.
-        families: The families to search, with their numbers of candidates.
-        candidates: Size of all spaces.
-        known: Candidates that earlier searches compiled.
-        tried: Approximate maximum of compiled candidates, `known` included.
-        seconds: Approximate maximum of wall-clock time, without the finals.
-    """
-
-    problem: str
+    problem: str  # Key of the problem.
     target: str
-    families: dict[str, int]
-    candidates: int
-    known: int
-    tried: int
-    seconds: float
+    families: dict[str, int]  # The families to search, with their numbers of candidates.
+    candidates: int  # Size of all spaces.
+    known: int  # Candidates that earlier searches compiled.
+    tried: int  # Approximate maximum of compiled candidates, `known` included.
+    seconds: float  # Approximate maximum of wall-clock time, without the finals.
 
 
 def expect(request: SearchRequest, store: Store | None, width: int, compile_seconds: float) -> Expectation:

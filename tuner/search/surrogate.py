@@ -4,8 +4,6 @@ Candidates that differ on few axes have similar times, and times follow the pred
 of the logarithms of times has a term for each. The candidate grid has the distances of candidates.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 
@@ -81,23 +79,14 @@ def _position(axis: Axis, candidate: Candidate) -> float:
 
 
 class GpParams(msgspec.Struct, frozen=True):
-    """The hyperparameters: standard deviations of the natural logarithms of times, unless noted.
+    """The hyperparameters: standard deviations of the natural logarithms of times, unless noted."""
 
-    Attributes:
-        shared: Of the offset that all candidates share.
-        trust: Of the slope of times over predictions.
-        grid: Of the part that depends on the position on the grid.
-        fading: Decay rate of the covariance with the distance on the grid.
-        noise: Of a measured time.
-        failed: Added to the median logarithm for candidates that failed.
-    """
-
-    shared: float = 0.3
-    trust: float = 0.5
-    grid: float = 0.15
-    fading: float = 0.35
-    noise: float = 0.005
-    failed: float = 0.4
+    shared: float = 0.3  # Of the offset that all candidates share.
+    trust: float = 0.5  # Of the slope of times over predictions.
+    grid: float = 0.15  # Of the part that depends on the position on the grid.
+    fading: float = 0.35  # Decay rate of the covariance with the distance on the grid.
+    noise: float = 0.005  # Of a measured time.
+    failed: float = 0.4  # Added to the median logarithm for candidates that failed.
 
 
 class Surrogate:

@@ -27,20 +27,13 @@ if TYPE_CHECKING:
 
 
 class Found(msgspec.Struct, frozen=True):
-    """A record and its source.
-
-    Attributes:
-        source: `database` or `shipped`.
-        id: Its row in the database; 0 in a table.
-        created_at: Time of storage, ISO 8601; empty in a table.
-        has_receipt: Whether its table has a receipt of its kernel under the versions here; unset in a
-            database.
-    """
+    """A record and its source."""
 
     record: Record
-    source: str
-    id: int = 0
-    created_at: str = ""
+    source: str  # `database` or `shipped`.
+    id: int = 0  # Its row in the database; 0 in a table.
+    created_at: str = ""  # Time of storage, ISO 8601; empty in a table.
+    # Whether its table has a receipt of its kernel under the versions here; unset in a database.
     has_receipt: bool | msgspec.UnsetType = msgspec.UNSET
 
 

@@ -27,17 +27,11 @@ LIMIT = 0.02
 
 
 class Change(msgspec.Struct, frozen=True):
-    """The records of both tables that serve one problem, for the same tensors.
+    """The records of both tables that serve one problem, for the same tensors."""
 
-    Attributes:
-        problem: The problem's key.
-        old: The record of the old table.
-        new: The record of the new table; None if it has none.
-    """
-
-    problem: str
-    old: Record
-    new: Record | None
+    problem: str  # The problem's key.
+    old: Record  # The record of the old table.
+    new: Record | None  # The record of the new table; None if it has none.
 
     @property
     def ratio(self) -> float | None:

@@ -1,7 +1,5 @@
 """`patch` and `unpatch`: flashtune in place of the module `flash_attn`, in `sys.modules`."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 import threading

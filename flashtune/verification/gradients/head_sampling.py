@@ -26,15 +26,10 @@ MIN_PAIRS = 2
 
 
 class Pairs(NamedTuple):
-    """Some KV heads of some sequences, with all query heads that share them; on the CPU.
+    """Some KV heads of some sequences, with all query heads that share them; on the CPU."""
 
-    Attributes:
-        batch: The sequence of each pair, [pairs] in int64.
-        kv_head: Its KV head, [pairs] in int64.
-    """
-
-    batch: Tensor
-    kv_head: Tensor
+    batch: Tensor  # The sequence of each pair, [pairs] in int64.
+    kv_head: Tensor  # Its KV head, [pairs] in int64.
 
     def heads(self, problem: Problem) -> Tensor:
         """Returns the query heads of each pair: [pairs, group]."""
@@ -82,14 +77,10 @@ class Pairs(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Pairs that are processed together.
+    """Pairs that are processed together."""
 
-    Attributes:
-        pairs: Some pairs.
-        rows: Consecutive slices of all their query rows: [rows] each in int64, on the CPU.
-    """
-
-    pairs: Pairs
+    pairs: Pairs  # Some pairs.
+    # Consecutive slices of all their query rows: [rows] each in int64, on the CPU.
     rows: tuple[Tensor, ...]
 
 

@@ -43,27 +43,18 @@ ABOUT_ONE = 1.0
 
 
 class Prepared(NamedTuple):
-    """A case's tensors and reference.
+    """A case's tensors and reference."""
 
-    Attributes:
-        read: All tensors that a launch reads, in poisoned surroundings.
-        written: The gradients in poisoned surroundings, by their names in `BackwardTensors`.
-        tensors: The tensors as a launch takes them.
-        side: The extra inputs as a launch takes them.
-        lengths: Lengths of the sequences.
-        chosen: The compared pairs and rows.
-        expected: Their reference. Rows that a varlen sequence does not have may be anything.
-        checksum: Sums of the bits of the tensors in `read`.
-    """
-
-    read: tuple[Guarded, ...]
+    read: tuple[Guarded, ...]  # All tensors that a launch reads, in poisoned surroundings.
+    # The gradients in poisoned surroundings, by their names in `BackwardTensors`.
     written: dict[str, Guarded]
-    tensors: BackwardTensors
-    side: ExtraInputs
-    lengths: Lengths
-    chosen: Chosen
+    tensors: BackwardTensors  # The tensors as a launch takes them.
+    side: ExtraInputs  # The extra inputs as a launch takes them.
+    lengths: Lengths  # Lengths of the sequences.
+    chosen: Chosen  # The compared pairs and rows.
+    # Their reference. Rows that a varlen sequence does not have may be anything.
     expected: Expected
-    checksum: Tensor
+    checksum: Tensor  # Sums of the bits of the tensors in `read`.
 
 
 def prepare(case: Case, alignment: Alignment, device: torch.device, seed: int, dlse: bool) -> Prepared:

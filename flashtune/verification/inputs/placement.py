@@ -29,18 +29,12 @@ ANYTHING = 1e300
 
 
 class Places(NamedTuple):
-    """Positions of tokens, [tokens] each in int64.
+    """Positions of tokens, [tokens] each in int64."""
 
-    Attributes:
-        sequence: The token's sequence.
-        row: Its row in the sequence.
-        block: Its first index in memory: the sequence, 0 in a varlen batch, or the page.
-        slot: Its third index in memory: the row in the sequence, in the varlen batch, or in the page.
-    """
-
-    sequence: Tensor
-    row: Tensor
-    block: Tensor
+    sequence: Tensor  # The token's sequence.
+    row: Tensor  # Its row in the sequence.
+    block: Tensor  # Its first index in memory: the sequence, 0 in a varlen batch, or the page.
+    # Its third index in memory: the row in the sequence, in the varlen batch, or in the page.
     slot: Tensor
 
     def to(self, device: torch.device) -> Places:
@@ -49,15 +43,10 @@ class Places(NamedTuple):
 
 
 class Table(NamedTuple):
-    """A block table: the pages of each sequence.
+    """A block table: the pages of each sequence."""
 
-    Attributes:
-        entries: Int32 [batch, pages of the longest sequence], on the CPU.
-        pages: Number of pages of the cache.
-    """
-
-    entries: Tensor
-    pages: int
+    entries: Tensor  # Int32 [batch, pages of the longest sequence], on the CPU.
+    pages: int  # Number of pages of the cache.
 
 
 def starts(lengths: Sequence[int]) -> Tensor:

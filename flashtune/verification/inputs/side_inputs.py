@@ -52,20 +52,13 @@ USUAL_DROPOUT, HIGH_DROPOUT = 0.1, 0.75
 
 
 class Draw(NamedTuple):
-    """A case for which extra inputs are drawn.
+    """A case for which extra inputs are drawn."""
 
-    Attributes:
-        probe: The kind of error that the case exposes.
-        problem: The problem.
-        lengths: Lengths of its sequences.
-        block: Number of keys of the tile that the probe is made for.
-        generator: Its device holds the inputs, except the seed of dropout on the CPU.
-    """
-
-    probe: Probe
-    problem: Problem
-    lengths: Lengths
-    block: int
+    probe: Probe  # The kind of error that the case exposes.
+    problem: Problem  # The problem.
+    lengths: Lengths  # Lengths of its sequences.
+    block: int  # Number of keys of the tile that the probe is made for.
+    # Its device holds the inputs, except the seed of dropout on the CPU.
     generator: torch.Generator
 
 
@@ -235,15 +228,10 @@ MAKERS: Mapping[Feature, Callable[[Draw], dict[str, Any]]] = {
 
 
 class Stored(NamedTuple):
-    """Stored keys or values of a cache, and the scale of each key.
+    """Stored keys or values of a cache, and the scale of each key."""
 
-    Attributes:
-        elements: [batch, kv_heads, seqlen_kv, width] in 8 bits.
-        scales: Float32 [batch, kv_heads, seqlen_kv].
-    """
-
-    elements: Tensor
-    scales: Tensor
+    elements: Tensor  # [batch, kv_heads, seqlen_kv, width] in 8 bits.
+    scales: Tensor  # Float32 [batch, kv_heads, seqlen_kv].
 
 
 def store(values: Tensor, problem: Problem, generator: torch.Generator) -> Stored:

@@ -33,17 +33,11 @@ COMPARISONS_OF_A_STATE = 64
 
 
 class Rows(NamedTuple):
-    """Some rows of some heads.
+    """Some rows of some heads."""
 
-    Attributes:
-        batch: The sequence of each head, [heads] in int64, on the CPU.
-        head: The head within its sequence, of the same form.
-        rows: Query rows, [rows] in int64, on the CPU.
-    """
-
-    batch: Tensor
-    head: Tensor
-    rows: Tensor
+    batch: Tensor  # The sequence of each head, [heads] in int64, on the CPU.
+    head: Tensor  # The head within its sequence, of the same form.
+    rows: Tensor  # Query rows, [rows] in int64, on the CPU.
 
 
 def compared_on(comparisons: int, device: torch.device) -> torch.device:
@@ -52,15 +46,10 @@ def compared_on(comparisons: int, device: torch.device) -> torch.device:
 
 
 class Masks(NamedTuple):
-    """The distinct masks of some heads, of which several usually share one.
+    """The distinct masks of some heads, of which several usually share one."""
 
-    Attributes:
-        rows: A sequence and a head of each mask, [masks] each, and all rows.
-        of_head: Index of each head's mask, [heads] in int64, on the CPU.
-    """
-
-    rows: Rows
-    of_head: Tensor
+    rows: Rows  # A sequence and a head of each mask, [masks] each, and all rows.
+    of_head: Tensor  # Index of each head's mask, [heads] in int64, on the CPU.
 
     @property
     def one_each(self) -> bool:

@@ -49,14 +49,10 @@ FINITE_MASK = -(2.0**98)
 
 
 class Chunk(NamedTuple):
-    """Some heads of a reference.
+    """Some heads of a reference."""
 
-    Attributes:
-        heads: [heads], each `batch index · heads of a sequence + head`; int64.
-        copies: Number of float64 copies of KV heads: one for each head, or a single one that all heads share.
-    """
-
-    heads: Tensor
+    heads: Tensor  # [heads], each `batch index · heads of a sequence + head`; int64.
+    # Number of float64 copies of KV heads: one for each head, or a single one that all heads share.
     copies: int
 
 
@@ -121,15 +117,11 @@ def _widened(
 
 
 class RowMasks(NamedTuple):
-    """The hidden keys of rows, and the number of visible keys.
+    """The hidden keys of rows, and the number of visible keys."""
 
-    Attributes:
-        hidden: Boolean [heads, rows, keys], possibly without the dimension of heads, or of heads and rows.
-        keys: Float64 [heads, rows], possibly without the same dimensions.
-    """
-
+    # Boolean [heads, rows, keys], possibly without the dimension of heads, or of heads and rows.
     hidden: Tensor
-    keys: Tensor
+    keys: Tensor  # Float64 [heads, rows], possibly without the same dimensions.
 
 
 def seen_by(

@@ -1,7 +1,5 @@
 """Tests of databases that cannot be used: each raises one sentence, and does not change."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import os

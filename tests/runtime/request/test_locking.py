@@ -1,7 +1,5 @@
 """Tests of the file lock between processes and threads."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

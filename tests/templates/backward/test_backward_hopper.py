@@ -1,7 +1,5 @@
 """Tests of the Hopper backward family: supported problems, defaults and launch plans."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any

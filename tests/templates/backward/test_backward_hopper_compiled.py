@@ -1,7 +1,5 @@
 """Tests of compiled Hopper backward kernels: registers, SRAM and instructions."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

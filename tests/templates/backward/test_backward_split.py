@@ -1,7 +1,5 @@
 """Tests of the split backward family: configs, arguments and compiled kernels."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Tests of the split-KV family without a GPU: plans, defaults, spaces, compilation and SRAM model."""
 
-from __future__ import annotations
-
 import math
 import re
 from typing import Any

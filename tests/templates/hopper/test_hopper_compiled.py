@@ -1,7 +1,5 @@
 """Tests of compiled Hopper kernels: SRAM against the model, products, descriptors."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

@@ -1,7 +1,5 @@
 """Tests of the search space and the defaults of the Hopper family."""
 
-from __future__ import annotations
-
 import ast
 from typing import Any
 

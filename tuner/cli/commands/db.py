@@ -106,18 +106,12 @@ def merge(sources: tuple[str, ...], db: str | None, as_json: bool) -> None:
 
 
 class Forgotten(msgspec.Struct, frozen=True):
-    """Records that `db forget` deleted, or would delete.
+    """Records that `db forget` deleted, or would delete."""
 
-    Attributes:
-        deleted: Whether they were deleted.
-        groups: The records by target, problem and outcome.
-        selections: Deleted selections, and the new ones.
-    """
-
-    deleted: bool
+    deleted: bool  # Whether they were deleted.
     records: int
-    groups: tuple[forgetting.Group, ...]
-    selections: tuple[forgetting.TakenBack, ...]
+    groups: tuple[forgetting.Group, ...]  # The records by target, problem and outcome.
+    selections: tuple[forgetting.TakenBack, ...]  # Deleted selections, and the new ones.
 
 
 @command.command(

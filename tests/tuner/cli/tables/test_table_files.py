@@ -1,7 +1,5 @@
 """Tests of table files in `flashtune export` and `flashtune import`."""
 
-from __future__ import annotations
-
 import json
 import os
 import sqlite3
