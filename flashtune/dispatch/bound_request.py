@@ -114,14 +114,10 @@ class BoundRequest:
         bias = self.side.bias
         return None if bias is None else sharing_of(self.request.problem, bias)
 
-    @functools.cached_property
+    @property
     def sdpa_backend(self) -> str | None:
-        """The backend that SDPA selects, or None if it is not known or has no name in records."""
-        return self.backend_of(self.request.problem, self.side.bias)
-
-    def backend_of(self, problem: Problem, bias: Tensor | None) -> str | None:
-        """Returns the backend that SDPA selects for the tensors, as `default_backend`."""
-        return default_backend(*self.views, problem, bias, self.platform.sdpa_backend)
+        """The backend that SDPA selects now, or None if it is not known or has no name in records."""
+        return default_backend(*self.views, self.request.problem, self.side.bias, self.platform.sdpa_backend)
 
     @functools.cached_property
     def sdpa_copies_ms(self) -> float:

@@ -11,14 +11,14 @@ from flashtune.dispatch.masked_sdpa import chosen_backend
 from flashtune.dispatch.tables import tuned_records
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from flashtune.core.target import Target
     from flashtune.dispatch.tables import Tables
 
 
 class Platform:
     """The GPUs, their tuned records, and the backend that SDPA selects. Tests pass others."""
+
+    sdpa_backend = staticmethod(chosen_backend)
 
     def target(self, device: torch.device) -> Target:
         """Returns the GPU of a device, which is the current one without an index."""
@@ -31,12 +31,6 @@ class Platform:
     def has_kernels(self, device: torch.device) -> bool:
         """Whether kernels run on a device. Meta tensors have no values, so that nothing runs."""
         return device.type in ("cuda", "meta")
-
-    def sdpa_backend(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, shared: bool | None = None
-    ) -> str | None:
-        """Returns the backend that SDPA selects, as `chosen_backend`."""
-        return chosen_backend(q, k, v, mask, causal, shared)
 
     def is_capturing(self, device: torch.device) -> bool:
         """Whether a CUDA graph is being captured on a device."""

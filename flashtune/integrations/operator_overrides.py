@@ -139,9 +139,9 @@ class BackwardOperator(Protocol):
 def forward_override(operator: ForwardOperator, original: Kernel, session: Session = SESSION) -> Kernel:
     """Returns the override of a forward operator with an original kernel."""
     # Properties of calls that are passed on at once, and the executors of calls that are served.
-    calls = session.operator(operator.name)
-    refused: Refused = calls.refused
-    served: dict[tuple[object, ...], Served] = calls.served
+    refused: Refused
+    served: dict[tuple[object, ...], Served]
+    refused, served = session.operators.setdefault(operator.name, ({}, {}))
     skipped = operator.flags
 
     def override(
@@ -170,7 +170,7 @@ def forward_override(operator: ForwardOperator, original: Kernel, session: Sessi
             return original(keyset, *args, **options)
         reading, passes = known
         call = reading.call
-        if not session.recordings.active and operator.inputs(q, k, v, other, call.options) is not None:
+        if not session.recordings and operator.inputs(q, k, v, other, call.options) is not None:
             keep(served, key, Served(passes.forward, call.options))
         result = passes.forward(call.q, call.k, call.v, call.scale, call.side)
         return operator.results(result, args, call.options)

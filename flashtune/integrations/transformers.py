@@ -25,7 +25,6 @@ from flashtune.integrations import transformers_masks as masks
 from flashtune.integrations.host_library import host_attribute, host_library
 from flashtune.integrations.transformers_jobs import Job, Layer, job_of, moved, refused_jobs
 from flashtune.request.request import Executor
-from flashtune.runtime.buckets import State
 from flashtune.runtime.session import SESSION
 from flashtune.runtime.torch_modes import is_compiling, is_tracing, runs_eagerly
 from flashtune.runtime.torch_ops import call_operator
@@ -214,7 +213,7 @@ def prepared(job: Job) -> Executor | None:
     """
     for _ in range(STEPS):
         entry = SESSION.entry(job.call, job.usual, caller="transformers")
-        is_settled = entry is not None and entry.state is not State.PENDING
+        is_settled = entry is not None and (entry.passes is not None or entry.is_refused)
         if is_settled or (job.call.side.seed is None and saving_hooks(True) is None):
             break
         SESSION.wait()

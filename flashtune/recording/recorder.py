@@ -159,40 +159,38 @@ class Recording:
             add_counts(self._path, counts)
 
 
-class Recordings:
-    """The present recordings of a process."""
+def counted(
+    executor: Callable[Parameters, Result],
+    recordings: Iterable[Recording],
+    problem: Problem,
+    specialization: Specialization,
+) -> Callable[Parameters, Result]:
+    """Returns an executor that counts its calls for all recordings. Without one, returns `executor`."""
+    tallies = tuple(recording.tally(problem, specialization) for recording in tuple(recordings))
+    if not tallies:
+        return executor
 
-    def __init__(self) -> None:
-        self.active: list[Recording] = []
+    @functools.wraps(executor, updated=())
+    def counted_call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        for tally in tallies:
+            tally.count()
+        return executor(*args, **kwargs)
 
-    def counted(
-        self, executor: Callable[Parameters, Result], problem: Problem, specialization: Specialization
-    ) -> Callable[Parameters, Result]:
-        """Returns an executor that counts its calls for all recordings. Without one, returns `executor`."""
-        tallies = tuple(each.tally(problem, specialization) for each in tuple(self.active))
-        if not tallies:
-            return executor
+    return counted_call
 
-        @functools.wraps(executor, updated=())
-        def counted_call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-            for tally in tallies:
-                tally.count()
-            return executor(*args, **kwargs)
 
-        return counted_call
-
-    def begin_for_process(self) -> None:
-        """Records this process from now on if the environment variable names a file."""
-        try:
-            name = variable(RECORD_VARIABLE)
-            if not name:
-                return
-            recording = Recording(user_path(name, RECORD_VARIABLE))
-        except UsageError as error:
-            warn_once("recording", f"{error}, as {RECORD_VARIABLE} asks for: nothing is recorded")
-            return
-        self.active.append(recording)
-        atexit.register(_write_at_exit, recording)
+def recordings_of_process() -> tuple[Recording, ...]:
+    """Returns the recording that the environment variable asks for, if any. It is written at exit."""
+    try:
+        name = variable(RECORD_VARIABLE)
+        if not name:
+            return ()
+        recording = Recording(user_path(name, RECORD_VARIABLE))
+    except UsageError as error:
+        warn_once("recording", f"{error}, as {RECORD_VARIABLE} asks for: nothing is recorded")
+        return ()
+    atexit.register(_write_at_exit, recording)
+    return (recording,)
 
 
 def _write_at_exit(recording: Recording) -> None:

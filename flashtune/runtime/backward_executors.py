@@ -22,7 +22,6 @@ from flashtune.core.problem import Dtype
 from flashtune.dispatch.bound_request import BoundRequest
 from flashtune.dispatch.decision import Backend
 from flashtune.dispatch.lookup import default_selection
-from flashtune.dispatch.platform import PLATFORM, Platform
 from flashtune.launch.binding import bind
 from flashtune.launch.kernel_cache import kernel_of
 from flashtune.launch.launcher import current_device
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from flashtune.dispatch.decision import Decision
+    from flashtune.dispatch.platform import Platform
     from flashtune.launch.launch import Launch
     from flashtune.request.request import Request, Result
     from flashtune.runtime.gradients import BackwardExecutor
@@ -71,11 +71,7 @@ class BoundBackward:
     )
 
     def __init__(
-        self,
-        choice: LoadedKernel,
-        request: Request,
-        platform: Platform = PLATFORM,
-        bind_kernel: Callable[..., Launch] = bind,
+        self, choice: LoadedKernel, request: Request, platform: Platform, bind_kernel: Callable[..., Launch]
     ) -> None:
         self._choice = choice
         self._platform = platform

@@ -20,6 +20,7 @@ from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Problem
 from flashtune.dispatch.bound_request import BoundRequest
 from flashtune.dispatch.decision import DIFFERENTIABLE_SIDE, choose
+from flashtune.recording.recorder import counted
 from flashtune.request.call import Call
 from flashtune.request.request import Request, Result
 from flashtune.runtime.autograd import Pair, differentiable, only_once, with_side
@@ -84,7 +85,7 @@ class TracedRequest(BoundRequest):
         # Whether SDPA computes a mask correctly is tried in eager calls alone.
         if self.request.problem.features or is_symbolic or transforms() is not None:
             return None
-        return self.backend_of(self.request.problem, None)
+        return super().sdpa_backend
 
 
 def _hinted(request: Request) -> Request:
@@ -149,7 +150,7 @@ def _compute(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *value
         request = bound.request
         served = prepare_alone(bound, SESSION.loader)
         if not (request.is_empty or request.is_double):
-            served = SESSION.recordings.counted(served, request.backward, bound.backward_properties)
+            served = counted(served, SESSION.recordings, request.backward, bound.backward_properties)
         return with_side(served, request.layout, DIFFERENTIABLE_SIDE)
 
     key = NAME, call.options.deterministic, *call_key(call)

@@ -7,7 +7,6 @@ only binds the loaded kernels.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -40,34 +39,24 @@ Choice = LoadedKernel | Decision
 
 
 class Passes(NamedTuple):
-    """The executors of one kind of call.
+    """The executors of one kind of call."""
 
-    Attributes:
-        forward: The executor of the forward pass. With a backward pass it returns the log-sum-exp too.
-        backward: The executor of the backward pass, or None if the call needs none.
-        executor: The executor of the call, which is differentiable if the call needs gradients.
-    """
-
+    # The executor of the forward pass. With a backward pass it returns the log-sum-exp too.
     forward: Executor
+    # The executor of the backward pass, or None if the call needs none.
     backward: BackwardExecutor | None
+    # The executor of the call, which is differentiable if the call needs gradients.
     executor: Executor
 
 
 class BucketKey(NamedTuple):
-    """The properties of a call on which the kernels and their choice depend.
+    """The properties of a call on which the kernels and their choice depend."""
 
-    Attributes:
-        request: The request with rounded extents.
-        properties: Properties that the kernel of each pass may assume.
-        gradients: Names of the side inputs that require grad.
-        sharing: How the call's mask is shared.
-        usual: Name of the replaced operator in records, or None if it has no measurements.
-    """
-
-    request: Request
-    properties: tuple[Specialization, ...]
-    gradients: tuple[str, ...]
-    sharing: MaskSharing | None
+    request: Request  # The request with rounded extents.
+    properties: tuple[Specialization, ...]  # Properties that the kernel of each pass may assume.
+    gradients: tuple[str, ...]  # Names of the side inputs that require grad.
+    sharing: MaskSharing | None  # How the call's mask is shared.
+    # Name of the replaced operator in records, or None if it has no measurements.
     usual: str | None
 
     @property
@@ -81,12 +70,7 @@ class BucketKey(NamedTuple):
 
 
 class TunedDevice:
-    """The tuned records of a device.
-
-    Attributes:
-        target: The device.
-        records: Its records.
-    """
+    """The tuned records of a device."""
 
     def __init__(self, target: Target, records: Tables) -> None:
         self.target = target
@@ -105,37 +89,19 @@ def _extents(problem: Problem) -> tuple[int, ...]:
 
 
 class Bucket:
-    """Kernels of calls with similar extents.
-
-    Attributes:
-        is_settled: Whether the preparation has ended.
-        choices: The kernel or decision of each pass. None if the replaced operator serves.
-    """
+    """Kernels of calls with similar extents."""
 
     __slots__ = ("choices", "is_settled")
 
     def __init__(self) -> None:
+        # Whether the preparation has ended.
         self.is_settled = False
+        # The kernel or decision of each pass. None if the replaced operator serves.
         self.choices: tuple[Choice, ...] | None = None
 
 
-class State(enum.Enum):
-    """Whether the kernels of a kind of call are in preparation, bound, or refused."""
-
-    PENDING = enum.auto()
-    READY = enum.auto()
-    REFUSED = enum.auto()
-
-
 class Entry:
-    """The cache entry of one kind of call.
-
-    Attributes:
-        passes: The bound executors. None before they are bound, and if the replaced operator serves.
-        is_refused: Whether the replaced operator serves all calls of this kind.
-        properties: The properties of tensors that kernels of each pass may assume.
-        count: Counts one call for recordings, or None without one.
-    """
+    """The cache entry of one kind of call."""
 
     __slots__ = ("bucket", "count", "is_refused", "passes", "properties", "request")
 
@@ -148,22 +114,19 @@ class Entry:
     ) -> None:
         self.request = request
         self.bucket = bucket
+        # Counts one call for recordings, or None without one.
         self.count = count
+        # The bound executors. None before they are bound, and if the replaced operator serves.
         self.passes: Passes | None = None
+        # Whether the replaced operator serves all calls of this kind.
         self.is_refused = bucket is None
+        # The properties of tensors that kernels of each pass may assume.
         self.properties = properties
-
-    @property
-    def state(self) -> State:
-        """Whether kernels serve such calls."""
-        if self.passes is not None:
-            return State.READY
-        return State.REFUSED if self.is_refused else State.PENDING
 
     @property
     def may_be_skipped(self) -> bool:
         """Whether later calls need no look-up: all are refused, and none is counted."""
-        return self.state is State.REFUSED and self.count is None
+        return self.is_refused and self.count is None
 
     @property
     def has_best_tensors(self) -> bool:

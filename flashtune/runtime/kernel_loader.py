@@ -33,19 +33,14 @@ class LoadedKernel(NamedTuple):
 
 
 class KernelLoader:
-    """Compiles, loads, checks and binds kernels. Tests pass another one.
-
-    Attributes:
-        checks: The self-checks of kernels without a receipt.
-        binaries: The loaded binaries.
-        loaded: The kernels of calls with features. Numbers of packed tokens are often new.
-    """
+    """Compiles, loads, checks and binds kernels. Tests pass another one."""
 
     bind = staticmethod(bind)
 
     def __init__(self, checks: SelfChecks | None = None) -> None:
         self.checks = checks or SelfChecks()
         self.binaries = Binaries()
+        # The kernels of calls with features. Numbers of packed tokens are often new.
         self.loaded: dict[KernelKey, LoadedKernel] = {}
 
     def load(self, selection: Selection, target: Target, key: KernelKey) -> LoadedKernel:

@@ -27,18 +27,13 @@ Usable = TypeVar("Usable")
 
 
 class Pass(NamedTuple, Generic[Usable]):
-    """One pass of a request, with the functions that make its executors.
-
-    Attributes:
-        loader: Loads its kernels.
-        key: The cache key of its kernel.
-        bind: Returns the executor of a kernel, bound to the strides of the call.
-        interpret: Returns the executor of a decision for Triton's interpreter.
-    """
+    """One pass of a request, with the functions that make its executors."""
 
     loader: KernelLoader
-    key: KernelKey
+    key: KernelKey  # Of its kernel.
+    # Returns the executor of a kernel, bound to the strides of the call.
     bind: Callable[[LoadedKernel], Usable]
+    # Returns the executor of a decision for Triton's interpreter.
     interpret: Callable[[Decision], Usable]
 
     def known(self) -> Usable | None:
@@ -55,12 +50,9 @@ def passes_of(bound: BoundRequest, loader: KernelLoader) -> tuple[Pass[Any], ...
 
 def joined(executors: Sequence[Any], bound: BoundRequest) -> Executor:
     """Returns the executor of all passes. With a backward pass it is differentiable."""
-    forward: Executor = executors[0]
-    return forward if len(executors) == 1 else paired(forward, executors[1], bound)
-
-
-def paired(forward: Executor, backward: BackwardExecutor, bound: BoundRequest) -> Executor:
-    """Returns the differentiable executor of two passes."""
+    if len(executors) == 1:
+        return executors[0]  # type: ignore[no-any-return]
+    forward, backward = executors
     request = bound.request
     served: ServeAll = with_side(backward, request.layout, bound.gradients)
     if isinstance(backward, BoundBackward) and not request.problem.features and not request.return_lse:

@@ -104,7 +104,7 @@ def masked_sdpa_executor(bound: BoundRequest) -> Executor | None:
     assert bias is not None
     with types_as_given(views[0]):
         # Not the backend that was chosen before, because autocast may have been enabled there.
-        backend = bound.backend_of(request.problem, bias)
+        backend = bound.sdpa_backend
         unsupported_reason = refusal(request, backend, *views, bias, bound.platform.sdpa_backend)
     if unsupported_reason is None:
         return masked_executor(request, backend, bound.platform.sdpa_backend)

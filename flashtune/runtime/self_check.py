@@ -59,11 +59,6 @@ class SelfChecks:
         # The digests and versions of the kernels that were verified for the shipped table, by target's name.
         self._receipts: dict[str, frozenset[tuple[str, tuple[str, ...]]]] = {}
 
-    def reset(self) -> None:
-        """Forgets all verdicts, as a new process. Only tests need this."""
-        for cache in (self._verdicts, self._preloaded, self._receipts):
-            cache.clear()
-
     def known_verdict(self, kernel: Kernel, target: Target) -> bool | None:
         """Returns whether a kernel passed its self-check here, or verification for the shipped table.
 

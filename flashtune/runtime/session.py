@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flashtune.core.arguments import MAX_FLOAT32
-from flashtune.core.caches import CACHES, keep
+from flashtune.core.caches import keep
 from flashtune.core.errors import FlashtuneError, KernelError, ProblemError, VerificationError
 from flashtune.core.notices import warn_once
 from flashtune.dispatch.bound_request import BoundRequest
@@ -34,7 +34,7 @@ from flashtune.dispatch.versions import current_versions
 from flashtune.launch.compilation import interpreting
 from flashtune.launch.compiler_process import CompilerProcess
 from flashtune.recording.callers import present_caller
-from flashtune.recording.recorder import Recording, Recordings
+from flashtune.recording.recorder import Recording, counted, recordings_of_process
 from flashtune.runtime.background import Worker
 from flashtune.runtime.buckets import (
     REFUSED,
@@ -66,46 +66,10 @@ QUEUE_LIMIT = 64
 REPLACED = "the replaced operator"
 
 
-class OperatorCalls:
-    """The calls of one of torch's operators.
-
-    Attributes:
-        refused: Properties of calls that are passed on at once.
-        served: What serves a kind of call.
-    """
-
-    def __init__(self) -> None:
-        self.refused: dict[Key, bool] = {}
-        self.served: dict[Key, Any] = {}
-
-    def clear(self) -> None:
-        """Forgets all calls."""
-        self.refused.clear()
-        self.served.clear()
-
-
 class Session:
     """The state of the runtime of a process. Compiled kernels stay loaded beyond it.
 
     Its caches are dictionaries, which callers may keep, so that a look-up is as fast as possible.
-
-    Attributes:
-        platform: The GPUs, their tuned records and SDPA's backends.
-        loader: Loads kernels.
-        compiler: Compiles kernels of calls that do not wait.
-        worker: Prepares these calls.
-        recordings: The present recordings of calls.
-        preparing: Held while a call that waits is prepared, so that threads compile its kernels once.
-        adding: Held for moments, to add kinds of calls that do not wait.
-        executors: The executors of calls that wait.
-        entries: The kinds of calls that do not wait.
-        buckets: The kernels of these calls.
-        devices: The tuned records of each device, or None if they cannot be loaded.
-        loading: The devices whose records are being loaded.
-        early: Calls that came before these records were loaded, with their own extents.
-        callers: The module of `flashtune.integrations` that last prepared calls of a problem.
-        operators: The calls of torch's operators, by their names.
-        refused_jobs: Properties of layers of transformers that are not served.
     """
 
     def __init__(
@@ -115,22 +79,35 @@ class Session:
         compiler: CompilerProcess | None = None,
         queue_limit: int = QUEUE_LIMIT,
     ) -> None:
+        # The GPUs, their tuned records and SDPA's backends.
         self.platform = platform or Platform()
         self.loader = loader or KernelLoader()
+        # Compiles kernels of calls that do not wait, which the worker prepares.
         self.compiler = compiler or CompilerProcess()
-        self.queue_limit = queue_limit
         self.worker = Worker("flashtune-prepare", self.compiler.close, self.compiler.kill)
-        self.recordings = Recordings()
+        self.queue_limit = queue_limit
+        # The present recordings of calls.
+        self.recordings: list[Recording] = []
+        # Held while a call that waits is prepared, so that threads compile its kernels once.
         self.preparing = threading.RLock()
+        # Held for moments, to add kinds of calls that do not wait.
         self.adding = threading.RLock()
+        # The executors of calls that wait.
         self.executors: dict[Key, Callable[..., Any]] = {}
+        # The kinds of calls that do not wait, and their kernels.
         self.entries: dict[Key, Entry] = {}
         self.buckets: dict[BucketKey, Bucket] = {}
+        # The tuned records of each device, or None if they cannot be loaded.
         self.devices: dict[torch.device, TunedDevice | None] = {}
+        # The devices whose records are being loaded.
         self.loading: dict[torch.device, bool] = {}
+        # Calls that came before these records were loaded, with their own extents.
         self.early: dict[BucketKey, bool] = {}
+        # The module of `flashtune.integrations` that last prepared calls of a problem.
         self.callers: dict[Problem, str] = {}
-        self.operators: dict[str, OperatorCalls] = {}
+        # For each of torch's operators, calls that are passed on at once, and calls that are served.
+        self.operators: dict[str, tuple[dict[Key, bool], dict[Key, Any]]] = {}
+        # Properties of layers of transformers that are not served.
         self.refused_jobs: dict[Key, bool] = {}
 
     def forget(self) -> None:
@@ -153,31 +130,9 @@ class Session:
     def forget_operators(self) -> None:
         """Forgets the calls of torch's operators. Does not wait for calls in preparation."""
         # Another thread may add an operator.
-        for calls in tuple(self.operators.values()):
-            calls.clear()
-
-    @contextlib.contextmanager
-    def using(self, platform: Platform, loader: KernelLoader, compiler: CompilerProcess) -> Iterator[None]:
-        """Prepares calls with other parts in the context, and forgets these calls. Only tests need this."""
-        before = self.platform, self.loader, self.compiler
-        self.forget()
-        self.platform, self.loader, self.compiler = platform, loader, compiler
-        try:
-            yield
-        finally:
-            self.wait()
-            self.forget()
-            self.platform, self.loader, self.compiler = before
-
-    def reset(self) -> None:
-        """Clears all caches, as in a new process. Only tests need this."""
-        self.forget()
-        self.loader.checks.reset()
-        CACHES.reset()
-
-    def operator(self, name: str) -> OperatorCalls:
-        """Returns the calls of one of torch's operators."""
-        return self.operators.setdefault(name, OperatorCalls())
+        for refused, served in tuple(self.operators.values()):
+            refused.clear()
+            served.clear()
 
     def executor(self, call: Call) -> Executor:
         """Returns the executor of a call with signs in memory. A new kind of call is prepared first."""
@@ -225,9 +180,9 @@ class Session:
 
     def counted(self, executor: Callable[..., Any], bound: BoundRequest) -> Callable[..., Any]:
         """Returns an executor that counts a call in each pass for all recordings, if there are any."""
-        if self.recordings.active:
+        if self.recordings:
             for pass_ in bound.passes:
-                executor = self.recordings.counted(executor, pass_.problem, pass_.specialization)
+                executor = counted(executor, self.recordings, pass_.problem, pass_.specialization)
         return executor
 
     def _note_caller(self, bound: BoundRequest, name: str = "") -> None:
@@ -335,7 +290,7 @@ class Session:
             if not self.worker.put(functools.partial(self._settle, key, bucket, device), self.queue_limit):
                 return None
             keep(self.buckets, key, bucket)
-        count = self.counted(_nothing, bound) if self.recordings.active else None
+        count = self.counted(_nothing, bound) if self.recordings else None
         return Entry(request, bucket, properties, count)
 
     def _add_bucket(self, key: BucketKey) -> None:
@@ -414,7 +369,7 @@ def _warn(failure: Exception) -> None:
 
 
 SESSION = Session()
-SESSION.recordings.begin_for_process()
+SESSION.recordings += recordings_of_process()
 
 
 @contextlib.contextmanager
@@ -432,12 +387,12 @@ def record_calls(path: str | os.PathLike[str]) -> Iterator[None]:
         UsageError: The file has other content, or cannot be written.
     """
     recording = Recording(Path(path))
-    SESSION.recordings.active.append(recording)
+    SESSION.recordings.append(recording)
     SESSION.forget()
     try:
         yield
     finally:
         # An interrupted program's calls count too.
-        SESSION.recordings.active.remove(recording)
+        SESSION.recordings.remove(recording)
         SESSION.forget()
         recording.write()

@@ -18,8 +18,8 @@ from flashtune.db.table import Timing, TunedTable, dump_table, parse_table, tabl
 from flashtune.dispatch import tables
 from flashtune.dispatch.versions import current_versions, is_proven
 from flashtune.runtime.self_check import SelfChecks
-from flashtune.runtime.session import SESSION
 from flashtune.tuner.tables.table_receipts import with_receipts
+from tests.support.runtime import forget_all
 
 TARGET = "nvidia-h200"
 FAMILY = "forward_q_outer"
@@ -149,9 +149,9 @@ def shipped(monkeypatch: pytest.MonkeyPatch, record: Record) -> Iterator[TunedTa
     times = (timing_of(record, current_versions(FAMILY)),)
     table = TunedTable(target=TARGET, records=(record,), receipts=receipts, times=times)
     monkeypatch.setattr(module, "shipped_table", lambda target: table if target == TARGET else None)
-    SESSION.reset()
+    forget_all()
     yield table
-    SESSION.reset()
+    forget_all()
 
 
 def test_shipped_receipt_verifies_a_record_under_newer_versions(shipped: TunedTable) -> None:

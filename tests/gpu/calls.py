@@ -9,14 +9,14 @@ import flashtune
 from flashtune import testing
 from flashtune.request.call import CausalOption, dense_call
 from flashtune.request.read_call import read_call
-from flashtune.runtime.session import SESSION
+from tests.support.runtime import forget_all
 
 Triple = tuple[Tensor, Tensor, Tensor]
 
 
 def forget() -> None:
     """Clears all caches of the process: executors, warnings and the database."""
-    SESSION.reset()
+    forget_all()
 
 
 def tensors(

@@ -67,13 +67,13 @@ def test_calls_of_operators_are_forgotten_alone_and_with_all_others() -> None:
     session = Serving()
     override = override_of(DenseForward(CUDNN), session)
     inputs = [torch.zeros(1, 2, 16, 16, dtype=torch.bfloat16) for _ in range(4)]
-    calls = session.operator(CUDNN)
+    _, served = session.operators[CUDNN]
     for forget in (session.forget_operators, session.forget):
         session.executors["kind",] = session.forward
         override(None, *inputs, False, 0.0, False, False)
-        assert len(calls.served) == 1
+        assert len(served) == 1
         forget()
-        assert len(calls.served) == 0
+        assert len(served) == 0
         assert bool(session.executors) is (forget == session.forget_operators)
 
 

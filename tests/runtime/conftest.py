@@ -21,6 +21,7 @@ from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from tests.emulator.tensor_maps import Driver
 from tests.support.machine import TARGET, Machine
+from tests.support.runtime import forget_all, using
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +30,7 @@ def fresh_runtime() -> Iterator[None]:
 
     def forget() -> None:
         SESSION.wait()
-        SESSION.reset()
+        forget_all()
 
     forget()
     yield
@@ -121,5 +122,5 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     fake = Machine()
     # Tests use float32, and SDPA would serve without timed kernels.
     monkeypatch.setattr(decision, "is_untrusted", lambda *_: False)
-    with SESSION.using(fake, fake, fake.compiler):
+    with using(fake, fake, fake.compiler):
         yield fake

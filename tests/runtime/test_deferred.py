@@ -27,6 +27,7 @@ from flashtune.runtime.gradients import BackwardInputs
 from flashtune.runtime.session import SESSION, Session, record_calls
 from flashtune.templates.registry import find_family
 from tests.support.machine import TARGET, Machine, expected, inputs, tuned
+from tests.support.runtime import using
 from tests.support.unfused import unfused
 
 Make = Callable[..., Record]
@@ -211,7 +212,7 @@ class WithoutRecords(Machine):
 
 def test_records_that_cannot_be_loaded_refuse_all_calls(problem: Problem) -> None:
     broken = WithoutRecords()
-    with SESSION.using(broken, broken, broken.compiler):
+    with using(broken, broken, broken.compiler):
         with pytest.warns(FlashtuneWarning, match="a full disk") as warned:
             assert served(called(problem)) is None
         assert served(called(with_lengths(problem, 64, 64))) is None

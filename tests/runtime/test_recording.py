@@ -16,7 +16,7 @@ from flashtune.core.notices import FlashtuneWarning
 from flashtune.core.problem import Direction, Problem
 from flashtune.dispatch import sdpa
 from flashtune.recording import recorder
-from flashtune.recording.recorder import MAX_CALLS, CallCount, Recordings, merged, read_counts
+from flashtune.recording.recorder import MAX_CALLS, CallCount, counted, merged, read_counts
 from flashtune.runtime.session import SESSION
 from tests.runtime.conftest import MakeRecord
 from tests.support.machine import Machine, inputs, tuned
@@ -61,7 +61,7 @@ def test_executors_are_not_wrapped_without_recording(problem: Problem, file: Pat
     def serve(number: int) -> int:
         return number
 
-    assert Recordings().counted(serve, problem, Specialization()) is serve
+    assert counted(serve, (), problem, Specialization()) is serve
     with flashtune.record_calls(file):
         flashtune.attention(*inputs(problem), causal=True)
         assert {server.__name__ for server in SESSION.executors.values()} == {"run"}
@@ -163,7 +163,7 @@ def test_interrupted_program_is_recorded(problem: Problem, file: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt), flashtune.record_calls(file):
         program()
-    assert not SESSION.recordings.active
+    assert not SESSION.recordings
     assert [count.calls for count in read_counts(file)] == [1]
 
 
@@ -187,12 +187,13 @@ def test_merge_keeps_the_problems_with_most_calls(problem: Problem) -> None:
 PROGRAM = """
 import warnings
 warnings.simplefilter("error")
+from flashtune.recording.recorder import counted
 from flashtune.runtime.session import SESSION
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Dtype, Problem
 problem = Problem(dtype=Dtype.BF16, head_dim=64, value_head_dim=64, heads=1, kv_heads=1, batch=1,
                   seqlen_q=8, seqlen_kv=8)
-serve = SESSION.recordings.counted(abs, problem, Specialization())
+serve = counted(abs, SESSION.recordings, problem, Specialization())
 print(serve(-1), serve(-2))
 """
 

@@ -96,7 +96,7 @@ def sglang():
     backend.forward_decode(batch.q.flatten(1), batch.k, batch.v, layer, info, False)
 
 
-(recording,) = SESSION.recordings.active
+(recording,) = SESSION.recordings
 known = set()
 for call in (flash_attn, vllm, sglang):
     if call is not flash_attn:

@@ -11,6 +11,7 @@ from flashtune.integrations import torch as integration
 from flashtune.runtime.session import SESSION
 from tests.support.attention_operators import CUDNN, Originals, registered
 from tests.support.models import diffusers_models
+from tests.support.runtime import forget_all
 
 diffusers = pytest.importorskip("diffusers", minversion="0.42")
 pytestmark = pytest.mark.filterwarnings("error::flashtune.FlashtuneWarning")
@@ -20,7 +21,7 @@ functional = torch.nn.functional
 @pytest.fixture
 def originals(monkeypatch: pytest.MonkeyPatch) -> Iterator[Originals]:
     """Torch's operators on the CPU, which SDPA calls as on a GPU, with flashtune active over them."""
-    SESSION.reset()
+    forget_all()
     monkeypatch.setattr(integration, "KEY", "CPU")
 
     def sdpa(

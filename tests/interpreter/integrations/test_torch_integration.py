@@ -25,6 +25,7 @@ from tests.support.attention_operators import (
     by_definition,
     registered,
 )
+from tests.support.runtime import forget_all
 
 pytestmark = pytest.mark.filterwarnings("error::flashtune.FlashtuneWarning")
 Triple = tuple[Tensor, Tensor, Tensor]
@@ -34,7 +35,7 @@ aten = torch.ops.aten
 @pytest.fixture
 def originals(monkeypatch: pytest.MonkeyPatch) -> Iterator[Originals]:
     """Torch's operators on the CPU, with flashtune active over them."""
-    SESSION.reset()
+    forget_all()
     monkeypatch.setattr(integration, "KEY", "CPU")
     with registered() as operators, integration.activate():
         yield operators

@@ -24,6 +24,7 @@ from flashtune.integrations import operator_overrides
 from flashtune.integrations import torch as integration
 from flashtune.runtime.session import SESSION
 from tests.support.attention_operators import CUDNN, EFFICIENT, FLASH, Originals, by_definition, registered
+from tests.support.runtime import forget_all
 
 pytestmark = pytest.mark.filterwarnings("error::flashtune.FlashtuneWarning")
 Triple = tuple[Tensor, Tensor, Tensor]
@@ -35,7 +36,7 @@ PROCESSES = 2
 @pytest.fixture
 def originals(monkeypatch: pytest.MonkeyPatch) -> Iterator[Originals]:
     """Torch's operators on the CPU, with flashtune active over them."""
-    SESSION.reset()
+    forget_all()
     monkeypatch.setattr(integration, "KEY", "CPU")
     with registered() as operators, integration.activate():
         yield operators

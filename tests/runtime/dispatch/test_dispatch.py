@@ -20,8 +20,8 @@ from flashtune.dispatch.lookup import select as select_for
 from flashtune.dispatch.nearest import distance, is_far, nearest_record, same_computation
 from flashtune.dispatch.tables import Tables, _may_serve, table_hash, tuned_records
 from flashtune.request.call import dense_call
-from flashtune.runtime.session import SESSION
 from flashtune.templates.registry import find_family
+from tests.support.runtime import forget_all
 
 TARGET = find_target("h200")
 Make = Callable[..., Record]
@@ -206,7 +206,7 @@ def test_table_hash_covers_records_of_dispatch(problem: Problem, make_record: Ma
     with open_store() as store:
         store.pin(store.add(make_record(problem, target="nobodys-gpu")))
     assert table_hash("nobodys-gpu") == empty, "a process never changes its mind"
-    SESSION.reset()
+    forget_all()
     tuned = table_hash("nobodys-gpu")
     assert tuned != empty
     assert tuned_records("nobodys-gpu").find(problem.key) is not None

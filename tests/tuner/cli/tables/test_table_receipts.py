@@ -15,7 +15,6 @@ from flashtune.db.codec import Check
 from flashtune.db.table import Timing, TunedTable, load_table
 from flashtune.dispatch import tables
 from flashtune.dispatch.versions import NO_DRIVER, current_versions
-from flashtune.runtime.session import SESSION
 from flashtune.tuner.tables import listing, lookup
 from flashtune.tuner.tables.admission import digest_of
 from flashtune.tuner.tables.listing import standing
@@ -24,6 +23,7 @@ from flashtune.tuner.tables.table_receipts import sibling, without_strays
 from flashtune.tuner.workloads.shapes import parse_shape
 from flashtune.verification.probes import EVERY_LEVEL
 from tests.support.records import write_table
+from tests.support.runtime import forget_all
 from tests.tuner.cli.conftest import SHAPE
 
 Run = Callable[..., Result]
@@ -128,9 +128,9 @@ def shipped(monkeypatch: pytest.MonkeyPatch, record: Record) -> Iterator[TunedTa
     table = TunedTable(target=record.target, records=(other,), receipts=(check,), times=(time,))
     for importer in (module, lookup):
         monkeypatch.setattr(importer, "shipped_table", lambda name: table if name == table.target else None)
-    SESSION.reset()
+    forget_all()
     yield table
-    SESSION.reset()
+    forget_all()
 
 
 def test_shipped_receipt_without_a_time_verifies_a_record(
