@@ -16,7 +16,7 @@ CONTAINERS = (
     "WeakKeyDictionary",
     "Counter",
 )
-LOCKS = ("Lock", "RLock", "Condition", "Event", "local")
+LOCKS = ("ModuleLock", "Lock", "RLock", "Condition", "Event", "local")
 CACHES = ("cache", "lru_cache")
 
 # The exceptions, each with its reason.
@@ -29,6 +29,7 @@ STATE = {
     "launch/compilation.py _launching": "guards Triton's launchers",
     "launch/tma_descriptors.py _thread": "descriptors of one thread's launches",
     "launch/workspaces.py _kept": "GPU memory of launches, by stream",
+    "core/files.py _lock_files": "a forked child closes them",
     "core/notices.py _telling": "guards warnings",
 }
 # Modules whose classes have the caches of a session.

@@ -3,10 +3,8 @@
 One decision for both passes of a differentiable request keeps them consistent: all passes have one backend.
 """
 
-from __future__ import annotations
-
 import enum
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -14,9 +12,11 @@ from flashtune.core.errors import ProblemError
 from flashtune.core.features.records import TENSORS
 from flashtune.core.features.table import TENSOR_INPUTS
 from flashtune.core.kernel import Specialization
-from flashtune.core.problem import Causal
+from flashtune.core.mask_sharing import MaskSharing
+from flashtune.core.problem import Causal, Problem
 from flashtune.core.record import Selection
 from flashtune.core.target import Target, find_target
+from flashtune.dispatch.bound_request import BoundRequest, KernelKey
 from flashtune.dispatch.faster_peers import (
     UNFUSED,
     beats,
@@ -31,16 +31,9 @@ from flashtune.dispatch.lookup import default_selection, select, without_kernels
 from flashtune.dispatch.masked_sdpa import is_masked, known_refusal, sdpa_allowed
 from flashtune.dispatch.sdpa import has_hidden_keys
 from flashtune.dispatch.sdpa_times import EFFICIENT, MATH, related_peers
+from flashtune.dispatch.tables import Tables
 from flashtune.launch.compilation import interpreting
 from flashtune.request.request import Prefer, Request
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from flashtune.core.mask_sharing import MaskSharing
-    from flashtune.core.problem import Problem
-    from flashtune.dispatch.bound_request import BoundRequest, KernelKey
-    from flashtune.dispatch.tables import Tables
 
 # The target for which the interpreter's default configs are made: small tiles and no TMA.
 INTERPRETED_TARGET = "nvidia-l4"

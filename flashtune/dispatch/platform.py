@@ -1,18 +1,10 @@
 """The facts about this machine on which the choice of kernels depends."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
 
-from flashtune.core.target import device_target
+from flashtune.core.target import Target, device_target
 from flashtune.dispatch.masked_sdpa import chosen_backend
-from flashtune.dispatch.tables import tuned_records
-
-if TYPE_CHECKING:
-    from flashtune.core.target import Target
-    from flashtune.dispatch.tables import Tables
+from flashtune.dispatch.tables import Tables, tuned_records
 
 
 class Platform:

@@ -1,14 +1,13 @@
 """Attention by torch's SDPA, with flashtune's semantics of masks and empty rows."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
 
 import msgspec
 import torch
 from torch import Tensor
 
 from flashtune.core.problem import Causal, Problem
+from flashtune.core.target import Target
 from flashtune.dispatch.masked_sdpa import (
     ADDRESS_ALIGNMENT,
     SelectBackend,
@@ -21,11 +20,6 @@ from flashtune.dispatch.masked_sdpa import (
     unexpanded,
 )
 from flashtune.launch.launch import MIN_SCALE
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from flashtune.core.target import Target
 
 # Time of the launch of a copy in ms, measured on an H200.
 COPY_MS = 0.0025

@@ -5,13 +5,13 @@ it, the kernel reads it directly. Otherwise it is copied, so that no kernel is c
 pass.
 """
 
-from __future__ import annotations
-
 import contextlib
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import msgspec
 import torch
+from torch import Tensor
 
 from flashtune.core.errors import KernelError
 from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
@@ -20,27 +20,19 @@ from flashtune.core.kernel import POINTER_ALIGNMENT, Kernel, Specialization
 from flashtune.core.layouts import Layout
 from flashtune.core.problem import Dtype
 from flashtune.dispatch.bound_request import BoundRequest
-from flashtune.dispatch.decision import Backend
+from flashtune.dispatch.decision import Backend, Decision
 from flashtune.dispatch.lookup import default_selection
+from flashtune.dispatch.platform import Platform
 from flashtune.launch.binding import bind
 from flashtune.launch.kernel_cache import kernel_of
+from flashtune.launch.launch import Launch
 from flashtune.launch.launcher import current_device
 from flashtune.launch.workspaces import allocator
+from flashtune.request.request import Request, Result
 from flashtune.request.side_inputs import side_views
 from flashtune.runtime.executors import baseline_executor, copies_of
-from flashtune.runtime.gradients import BackwardInputs, Gradients
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from torch import Tensor
-
-    from flashtune.dispatch.decision import Decision
-    from flashtune.dispatch.platform import Platform
-    from flashtune.launch.launch import Launch
-    from flashtune.request.request import Request, Result
-    from flashtune.runtime.gradients import BackwardExecutor
-    from flashtune.runtime.kernel_loader import LoadedKernel
+from flashtune.runtime.gradients import BackwardExecutor, BackwardInputs, Gradients
+from flashtune.runtime.kernel_loader import LoadedKernel
 
 # Maximum number of cached launches. A program may pass gradients with ever new strides.
 MAX_LAUNCHES = 64

@@ -5,34 +5,29 @@ rounded up to powers of two, unless exactly this problem is tuned. A call with a
 only binds the loaded kernels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from flashtune.core.canonical import rounded_extents
+from flashtune.core.kernel import Specialization
+from flashtune.core.mask_sharing import MaskSharing
+from flashtune.core.problem import Problem
+from flashtune.core.target import Target
 from flashtune.dispatch.bound_request import BoundRequest, KernelKey
 from flashtune.dispatch.decision import BEST_TENSORS, Decision, choose_over
 from flashtune.dispatch.nearest import same_computation
-from flashtune.runtime.kernel_loader import LoadedKernel
+from flashtune.dispatch.tables import Tables
+from flashtune.launch.compiler_process import CompilerProcess
+from flashtune.request.request import Executor, Request
+from flashtune.runtime.gradients import BackwardExecutor
+from flashtune.runtime.kernel_loader import KernelLoader, LoadedKernel
 from flashtune.runtime.passes import Pass, clearer_of, joined, passes_of
 from flashtune.runtime.prepare import prepared
 from flashtune.runtime.value_checks import with_checks
 from flashtune.templates.family import unsupported_reason
 from flashtune.templates.registry import find_family
-
-if TYPE_CHECKING:
-    from flashtune.core.kernel import Specialization
-    from flashtune.core.mask_sharing import MaskSharing
-    from flashtune.core.problem import Problem
-    from flashtune.core.target import Target
-    from flashtune.dispatch.tables import Tables
-    from flashtune.launch.compiler_process import CompilerProcess
-    from flashtune.request.request import Executor, Request
-    from flashtune.runtime.gradients import BackwardExecutor
-    from flashtune.runtime.kernel_loader import KernelLoader
 
 # A loaded kernel, or a decision for Triton's interpreter.
 Choice = LoadedKernel | Decision

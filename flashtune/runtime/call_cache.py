@@ -1,21 +1,15 @@
 """Calls by the executors of a session: one dictionary look-up for each call of a known kind."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from torch import Tensor
 
 from flashtune.core.arguments import MAX_FLOAT32
 from flashtune.request.autocast import any_autocast, autocast_dtype
+from flashtune.request.call import Call
+from flashtune.request.request import Executor, Result
 from flashtune.runtime.call_key import tensor_key, unsigned
 from flashtune.runtime.executors import write_output
 from flashtune.runtime.session import SESSION
 from flashtune.runtime.torch_modes import runs_eagerly
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from flashtune.request.call import Call
-    from flashtune.request.request import Executor, Result
 
 # Bound once, because each call uses it.
 executors = SESSION.executors

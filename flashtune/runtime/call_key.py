@@ -1,25 +1,19 @@
 """Keys of kinds of calls, and calls whose tensors have their sign in memory."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from flashtune.core.arguments import MAX_FLOAT32
 from flashtune.core.canonical import rounded_up
 from flashtune.core.features.records import NO_EXTRA_INPUTS, TENSORS
 from flashtune.dispatch.bound_request import side_gradients
-from flashtune.request.call import requires_grad
+from flashtune.request.call import Call, requires_grad
 from flashtune.request.quantization import with_positive_scale
 from flashtune.request.tensor_checks import allows_tf32
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from flashtune.request.call import Call
 
 SEED = TENSORS.index("seed")
 # Places in keys of whether q, k and v, and whether the bias, are aligned to 16 bytes.

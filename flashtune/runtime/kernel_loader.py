@@ -1,24 +1,19 @@
 """Compiles, loads, checks and binds the kernels of calls."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
 from flashtune.core.caches import keep
 from flashtune.core.errors import VerificationError
+from flashtune.core.kernel import Kernel
+from flashtune.core.record import Selection
+from flashtune.core.target import Target
+from flashtune.dispatch.bound_request import KernelKey
 from flashtune.dispatch.lookup import proven_by
-from flashtune.launch.binding import bind
+from flashtune.launch.binding import Binary, bind
 from flashtune.launch.kernel_cache import Binaries, kernel_of
 from flashtune.runtime.self_check import SelfChecks
-
-if TYPE_CHECKING:
-    from flashtune.core.kernel import Kernel
-    from flashtune.core.record import Selection
-    from flashtune.core.target import Target
-    from flashtune.dispatch.bound_request import KernelKey
-    from flashtune.launch.binding import Binary
 
 # Maximum number of cached kernels of calls with features, which are a few for each kind of model and batch.
 KERNELS_LIMIT = 1024

@@ -1,27 +1,20 @@
 """The passes of a request: how their kernels are bound to its tensors, and how both become one executor."""
 
-from __future__ import annotations
-
 import functools
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
+from flashtune.core.target import Target
+from flashtune.dispatch.bound_request import BoundRequest, KernelKey
+from flashtune.dispatch.decision import Decision
+from flashtune.request.request import Executor, Request
 from flashtune.runtime.autograd import Pair, ServeAll, differentiable, with_side
 from flashtune.runtime.backward_executors import BoundBackward, interpreted_backward
 from flashtune.runtime.executors import clear_tail_on_cpu, interpreted, launcher, with_copies
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from flashtune.core.target import Target
-    from flashtune.dispatch.bound_request import BoundRequest, KernelKey
-    from flashtune.dispatch.decision import Decision
-    from flashtune.request.request import Executor, Request
-    from flashtune.runtime.gradients import BackwardExecutor
-    from flashtune.runtime.kernel_loader import KernelLoader, LoadedKernel
-
+from flashtune.runtime.gradients import BackwardExecutor
+from flashtune.runtime.kernel_loader import KernelLoader, LoadedKernel
 
 Usable = TypeVar("Usable")
 

@@ -5,15 +5,17 @@ backward kernel is compiled, loaded and checked when the forward pass is first c
 therefore never uses a kernel that fails.
 """
 
-from __future__ import annotations
-
 import functools
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
 
 import msgspec
 
 from flashtune.core.errors import KernelError, VerificationError
 from flashtune.core.notices import search_command, warn_once
+from flashtune.core.problem import Problem
+from flashtune.core.record import Selection
+from flashtune.core.target import Target
+from flashtune.dispatch.bound_request import BoundRequest, KernelKey
 from flashtune.dispatch.decision import Backend, Decision, baseline, choose
 from flashtune.dispatch.lookup import default_selections, nearest_selection
 from flashtune.dispatch.masked_sdpa import refusal, sdpa_allowed
@@ -29,17 +31,9 @@ from flashtune.runtime.executors import (
     types_as_given,
     with_copies,
 )
+from flashtune.runtime.gradients import BackwardExecutor
+from flashtune.runtime.kernel_loader import KernelLoader
 from flashtune.runtime.passes import Pass, Usable, backward_pass, joined, passes_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from flashtune.core.problem import Problem
-    from flashtune.core.record import Selection
-    from flashtune.core.target import Target
-    from flashtune.dispatch.bound_request import BoundRequest, KernelKey
-    from flashtune.runtime.gradients import BackwardExecutor
-    from flashtune.runtime.kernel_loader import KernelLoader
 
 
 def prepare(bound: BoundRequest, loader: KernelLoader) -> Executor:

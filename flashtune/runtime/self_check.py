@@ -1,30 +1,25 @@
 """The self-check of kernels without a valid receipt, before their first use and once per machine."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from flashtune.core.caches import keep
+from flashtune.core.config import Config
 from flashtune.core.errors import FlashtuneError, StoreError, UsageError
 from flashtune.core.files import alone_with
+from flashtune.core.kernel import Kernel
 from flashtune.core.notices import warn_once
+from flashtune.core.problem import Direction, Dtype, Feature, Problem
+from flashtune.core.record import Verdict
+from flashtune.core.target import Target
 from flashtune.dispatch.versions import current_versions
+from flashtune.launch.binding import Binary
 from flashtune.launch.compilation import kernel_folder
-
-if TYPE_CHECKING:
-    from flashtune.core.config import Config
-    from flashtune.core.kernel import Kernel
-    from flashtune.core.problem import Direction, Dtype, Feature, Problem
-    from flashtune.core.record import Verdict
-    from flashtune.core.target import Target
-    from flashtune.launch.binding import Binary
 
 # A check takes a fraction of a second. A process that holds the lock longer than this is no longer checking.
 LOCK_SECONDS = 30.0

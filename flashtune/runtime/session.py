@@ -9,8 +9,6 @@ Each number of packed tokens is another kind of call. These kinds share the sele
 which are slow to make (`flashtune.runtime.prepare`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib
@@ -18,7 +16,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -26,6 +24,7 @@ from flashtune.core.arguments import MAX_FLOAT32
 from flashtune.core.caches import keep
 from flashtune.core.errors import FlashtuneError, KernelError, ProblemError, VerificationError
 from flashtune.core.notices import warn_once
+from flashtune.core.problem import Problem
 from flashtune.dispatch.bound_request import BoundRequest
 from flashtune.dispatch.decision import INTERPRETED_TARGET, check_supported, without_values
 from flashtune.dispatch.platform import Platform
@@ -35,6 +34,8 @@ from flashtune.launch.compilation import interpreting
 from flashtune.launch.compiler_process import CompilerProcess
 from flashtune.recording.callers import present_caller
 from flashtune.recording.recorder import Recording, counted, recordings_of_process
+from flashtune.request.call import Call
+from flashtune.request.request import Executor
 from flashtune.runtime.background import Worker
 from flashtune.runtime.buckets import (
     REFUSED,
@@ -51,11 +52,6 @@ from flashtune.runtime.kernel_loader import KernelLoader
 from flashtune.runtime.prepare import prepare, warn_of_failure
 from flashtune.runtime.value_checks import with_checks
 from flashtune.templates.registry import families
-
-if TYPE_CHECKING:
-    from flashtune.core.problem import Problem
-    from flashtune.request.call import Call
-    from flashtune.request.request import Executor
 
 # The properties of a kind of call.
 Key = tuple[object, ...]

@@ -5,24 +5,17 @@ CPU calls are always checked. An executor is wrapped once, when it is prepared, 
 without the check.
 """
 
-from __future__ import annotations
-
 import functools
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from flashtune.core.errors import ProblemError
+from flashtune.core.features.records import ExtraInputs
 from flashtune.core.machine import CHECK_VARIABLE, variable
-from flashtune.core.problem import KvScale
+from flashtune.core.problem import KvScale, Problem
 from flashtune.dispatch.platform import PLATFORM
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from flashtune.core.features.records import ExtraInputs
-    from flashtune.core.problem import Problem
-    from flashtune.request.request import Executor, Request, Result
+from flashtune.request.request import Executor, Request, Result
 
 
 def values_are_checked(device: torch.device) -> bool:
