@@ -17,20 +17,17 @@ import torch
 from torch import Tensor
 
 from flashtune.core.arguments import MAX_FLOAT32
+from flashtune.core.caches import keep
 from flashtune.core.features.records import ExtraInputs
 from flashtune.core.notices import warn_once
-from flashtune.core.session import SESSION, keep
 from flashtune.launch.launcher import current_device
 from flashtune.launch.workspaces import allocator
-from flashtune.recording.recorder import recording
 from flashtune.request.call import Call, Options
 from flashtune.request.request import Executor, Result
-from flashtune.runtime import deferred
-from flashtune.runtime.deferred import Passes
+from flashtune.runtime.buckets import Passes
 from flashtune.runtime.gradients import BackwardInputs, Gradients
+from flashtune.runtime.session import SESSION, Session
 
-# The first word in the names of the caches here.
-OWNER = "torch"
 # The address of a served call's first random state, modulo a number that divides those of other states.
 # Compilers assert that it is a multiple of 16.
 MARK, MEMORY_ALIGNMENT = 16, 64
@@ -145,11 +142,12 @@ class BackwardOperator(Protocol):
         ...
 
 
-def forward_override(operator: ForwardOperator, original: Kernel) -> Kernel:
+def forward_override(operator: ForwardOperator, original: Kernel, session: Session = SESSION) -> Kernel:
     """Returns the override of a forward operator with an original kernel."""
     # Properties of calls that are passed on at once, and the executors of calls that are served.
-    refused: Refused = SESSION.cache(f"{OWNER} refused by {operator.name}")
-    served: dict[tuple[object, ...], Served] = SESSION.cache(f"{OWNER} served by {operator.name}")
+    refused: Refused
+    served: dict[tuple[object, ...], Served]
+    refused, served = session.operators.setdefault(operator.name, ({}, {}))
     skipped = operator.flags
 
     def override(
@@ -173,12 +171,12 @@ def forward_override(operator: ForwardOperator, original: Kernel) -> Kernel:
             if inputs is not None:
                 q_, k_, v_, side = inputs
                 return operator.results(found.forward(q_, k_, v_, scale, side), args, found.options)
-        known = _known(operator, args, options, refused, short)
+        known = _known(session, operator, args, options, refused, short)
         if known is None:
             return original(keyset, *args, **options)
         reading, passes = known
         call = reading.call
-        if not recording() and operator.inputs(q, k, v, other, call.options) is not None:
+        if not session.recordings and operator.inputs(q, k, v, other, call.options) is not None:
             keep(served, key, Served(passes.forward, call.options))
         result = passes.forward(call.q, call.k, call.v, call.scale, call.side)
         return operator.results(result, args, call.options)
@@ -200,11 +198,11 @@ def _settings(options: dict[str, Any]) -> Iterator[object]:
             yield name, options[name] if isinstance(options[name], int) else True
 
 
-def backward_override(operator: BackwardOperator, original: Kernel) -> Kernel:
+def backward_override(operator: BackwardOperator, original: Kernel, session: Session = SESSION) -> Kernel:
     """Returns the override of a backward operator with an original kernel."""
 
     def override(keyset: object, *args: Any, **options: Any) -> Any:
-        known = _known(operator, args, options)
+        known = _known(session, operator, args, options)
         backward = None if known is None else known[1].backward
         if known is None or backward is None:
             return original(keyset, *args, **options)
@@ -218,6 +216,7 @@ def backward_override(operator: BackwardOperator, original: Kernel) -> Kernel:
 
 
 def _known(
+    session: Session,
     operator: ForwardOperator | BackwardOperator,
     args: tuple[Any, ...],
     options: dict[str, Any],
@@ -230,7 +229,7 @@ def _known(
         reading = operator.read(args, options)
         if reading is None:
             return None
-        entry = deferred.entry_of(reading.call, reading.usual, reading.needs_grad, "torch")
+        entry = session.entry(reading.call, reading.usual, reading.needs_grad, "torch")
     except Exception as failure:  # noqa: BLE001 - a call must not fail because another operator was tried
         warn_once("override", f"torch's operator serves, because its override failed: {failure!r}")
         return None

@@ -25,7 +25,6 @@ from torch.nn import attention as torch_attention
 from flashtune.core.arguments import kind_of, shown
 from flashtune.core.errors import UsageError
 from flashtune.core.locks import ModuleLock
-from flashtune.core.session import SESSION
 from flashtune.integrations.flash_operators import (
     CudnnBackward,
     CudnnForward,
@@ -36,7 +35,6 @@ from flashtune.integrations.flash_operators import (
     has_known_results,
 )
 from flashtune.integrations.operator_overrides import (
-    OWNER,
     BackwardOperator,
     ForwardOperator,
     Kernel,
@@ -49,7 +47,7 @@ from flashtune.integrations.operator_overrides import (
     last_pause,
 )
 from flashtune.integrations.sdpa_operators import CUDNN, EFFICIENT, DenseBackward, DenseForward
-from flashtune.runtime.deferred import warm_up
+from flashtune.runtime.session import SESSION
 
 __all__ = ["Activation", "activate", "deactivate", "disable_for", "disabled", "is_active"]
 
@@ -273,7 +271,7 @@ def activate(*, names: str | Sequence[str] = NAME) -> Activation:
             dense.remove()
             raise
         _dense, _names = dense, registered
-        warm_up()
+        SESSION.warm_up()
         return Activation(began=True)
 
 
@@ -288,7 +286,7 @@ def deactivate() -> None:
             return
         dense, names = _dense, _names
         _dense, _names = None, None
-        SESSION.forget(OWNER)
+        SESSION.forget_operators()
         dense.remove()
         names.remove()
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
-from flashtune.core.session import SESSION
 from flashtune.dispatch.masked_sdpa import chosen_backend
 from flashtune.dispatch.sdpa_times import MATH
 from flashtune.integrations import transformers_masks as masks
@@ -20,6 +19,7 @@ from flashtune.integrations.transformers_masks import Structure
 from flashtune.request.autocast import autocast, autocast_dtype
 from flashtune.request.call import Call, Options
 from flashtune.request.dropout import draw_seed
+from flashtune.runtime.session import SESSION
 from flashtune.runtime.torch_modes import is_compiling
 
 HALF = (torch.bfloat16, torch.float16)
@@ -27,8 +27,8 @@ HALF = (torch.bfloat16, torch.float16)
 # take longer to move than their masks to read.
 MIN_MOVED = 256
 
-# Jobs that flashtune does not serve, so that their tensors are not made again.
-refused_jobs: dict[tuple[object, ...], bool] = SESSION.cache("refused by transformers")
+# Properties of layers that flashtune does not serve, so that their tensors are not made again.
+refused_jobs = SESSION.refused_jobs
 
 
 class Job(NamedTuple):

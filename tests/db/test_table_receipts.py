@@ -10,7 +10,6 @@ import pytest
 from flashtune.core.errors import TableError
 from flashtune.core.mask_sharing import MaskSharing
 from flashtune.core.record import Measurement, PeerTime, Record, SharedTime, Verdict, Versions
-from flashtune.core.session import SESSION
 from flashtune.db import table as module
 from flashtune.db.codec import Check
 from flashtune.db.evidence import under
@@ -18,8 +17,9 @@ from flashtune.db.store import open_store
 from flashtune.db.table import Timing, TunedTable, dump_table, parse_table, table_hash
 from flashtune.dispatch import tables
 from flashtune.dispatch.versions import current_versions, is_proven
-from flashtune.runtime import self_check
+from flashtune.runtime.self_check import SelfChecks
 from flashtune.tuner.tables.table_receipts import with_receipts
+from tests.support.runtime import forget_all
 
 TARGET = "nvidia-h200"
 FAMILY = "forward_q_outer"
@@ -149,9 +149,9 @@ def shipped(monkeypatch: pytest.MonkeyPatch, record: Record) -> Iterator[TunedTa
     times = (timing_of(record, current_versions(FAMILY)),)
     table = TunedTable(target=TARGET, records=(record,), receipts=receipts, times=times)
     monkeypatch.setattr(module, "shipped_table", lambda target: table if target == TARGET else None)
-    SESSION.reset()
+    forget_all()
     yield table
-    SESSION.reset()
+    forget_all()
 
 
 def test_shipped_receipt_verifies_a_record_under_newer_versions(shipped: TunedTable) -> None:
@@ -161,11 +161,12 @@ def test_shipped_receipt_verifies_a_record_under_newer_versions(shipped: TunedTa
 
 
 def test_a_sibling_with_a_shipped_receipt_needs_no_self_check(
-    shipped: TunedTable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shipped: TunedTable,
 ) -> None:
-    assert ("e" * 32, current_versions(FAMILY).makers) in self_check._shipped_receipts(TARGET)
-    assert ("d" * 32, current_versions(FAMILY).makers) not in self_check._shipped_receipts(TARGET)
-    assert not self_check._shipped_receipts("nvidia-h100")
+    checks = SelfChecks()
+    assert ("e" * 32, current_versions(FAMILY).makers) in checks._shipped_receipts(TARGET)
+    assert ("d" * 32, current_versions(FAMILY).makers) not in checks._shipped_receipts(TARGET)
+    assert not checks._shipped_receipts("nvidia-h100")
 
 
 def test_import_of_a_table_stores_its_receipts_as_self_checks(table: TunedTable, tmp_path: Path) -> None:

@@ -17,10 +17,10 @@ import pytest
 from packaging.requirements import Requirement
 
 from flashtune import FlashtuneWarning, UsageError
-from flashtune.core.session import SESSION
 from flashtune.integrations import sglang, sglang_backend, transformers_masks, vllm
 from scripts import host_contracts
 from tests.support import host_stubs
+from tests.support.runtime import forget_all
 
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARIES = host_contracts.LIBRARIES
@@ -306,7 +306,7 @@ def test_a_missing_or_old_library_is_named(
 def test_an_old_library_starts_with_a_warning(
     library: str, plugin: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    SESSION.reset()
+    forget_all()
     monkeypatch.setattr(metadata, "version", lambda _: "0.0.1")
     with pytest.warns(FlashtuneWarning, match=f"(?i)backend flashtune: {library} 0.0.1 is too old"):
         plugin()
@@ -328,7 +328,7 @@ def test_a_name_that_a_newer_library_lacks_is_named(
     says = f"{library} 99.1 has no {missing}: install {library} {least} or a newer flashtune$"
     with pytest.raises(UsageError, match=f"^{says}"):
         host.register()
-    SESSION.reset()
+    forget_all()
     with pytest.warns(FlashtuneWarning, match=says):
         host.plugin()
 

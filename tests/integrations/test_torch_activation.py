@@ -18,10 +18,10 @@ from torch.nn import attention as torch_attention
 
 from flashtune import UsageError
 from flashtune.core.errors import MachineError
-from flashtune.core.session import SESSION
 from flashtune.integrations import operator_overrides
 from flashtune.integrations import torch as integration
-from flashtune.runtime import deferred
+from flashtune.runtime import session
+from flashtune.runtime.session import SESSION
 from tests.support.attention_operators import CUDNN, EFFICIENT, FLASH, Originals, registered
 
 pytestmark = pytest.mark.filterwarnings("error::flashtune.FlashtuneWarning")
@@ -56,7 +56,7 @@ def test_activation_survives_a_failed_warm_up(originals: Originals, monkeypatch:
     def fail(_: str) -> None:
         raise MachineError("Triton has no ptxas")
 
-    monkeypatch.setattr(deferred, "current_versions", fail)
+    monkeypatch.setattr(session, "current_versions", fail)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         activation = integration.activate()
@@ -306,7 +306,7 @@ def test_disabled_is_for_one_thread(originals: Originals, monkeypatch: pytest.Mo
     def kind_of(*_: Any) -> None:
         asked.append(threading.current_thread().name)
 
-    monkeypatch.setattr(deferred, "entry_of", kind_of)
+    monkeypatch.setattr(SESSION, "entry", kind_of)
     q = torch.randn(1, 2, 4, 16)
     with integration.activate():
         with integration.disabled(), integration.disabled():
@@ -447,13 +447,13 @@ def test_a_refused_call_is_not_read_again(originals: Originals, monkeypatch: pyt
     # Without the interpreter nothing is computed on the CPU, so that all calls are passed on.
     q = torch.randn(1, 2, 4, 16)
     reads = []
-    kind_of = deferred.entry_of
+    kind_of = SESSION.entry
 
     def counted(*args: Any) -> Any:
         reads.append(args)
         return kind_of(*args)
 
-    monkeypatch.setattr(deferred, "entry_of", counted)
+    monkeypatch.setattr(SESSION, "entry", counted)
     with integration.activate():
         for _ in range(3):
             attend(q)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 import flashtune
-from flashtune.core.session import SESSION
+from flashtune.runtime.session import SESSION
+from tests.support.runtime import forget_all
 
 Triple = tuple[Tensor, Tensor, Tensor]
 HEADS, KV_HEADS = 4, 2
@@ -16,7 +17,7 @@ HEADS, KV_HEADS = 4, 2
 
 @pytest.fixture(autouse=True)
 def fresh_runtime() -> Iterator[None]:
-    SESSION.reset()
+    forget_all()
     torch._dynamo.reset()
     yield
     SESSION.forget()
