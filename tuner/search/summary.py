@@ -40,16 +40,18 @@ def summary_lines(
     return (*folded, *command.splitlines())
 
 
-def _folded(label: str, text: str, width: int | None) -> Iterator[str]:
-    """Yields the lines of a label and its text, folded at the width."""
-    room = UNLIMITED if width is None else max(20, width - LABEL_WIDTH)
+def _folded(label: str, text: str, width: int | None) -> list[str]:
+    """Returns the lines of a label and its text, folded at the width."""
     # Several spaces separate columns and must remain; a word longer than a line is not divided.
-    parts = textwrap.wrap(
-        text, room, break_long_words=False, break_on_hyphens=False, replace_whitespace=False
+    return textwrap.wrap(
+        text,
+        UNLIMITED if width is None else max(LABEL_WIDTH + 20, width),
+        initial_indent=f"{label:<{LABEL_WIDTH}}",
+        subsequent_indent=" " * LABEL_WIDTH,
+        break_long_words=False,
+        break_on_hyphens=False,
+        replace_whitespace=False,
     )
-    for part in parts or [""]:
-        yield f"{label:<{LABEL_WIDTH}}{part}"
-        label = ""
 
 
 def _best(result: SearchResult) -> Iterator[tuple[str, str]]:

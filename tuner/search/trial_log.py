@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 
 import msgspec
@@ -158,7 +159,5 @@ def _was_pruned(record: Record) -> bool:
 
 
 def _reason(record: Record) -> str:
-    words = "".join("#" if letter.isdigit() else letter for letter in record.message)
-    while "##" in words:
-        words = words.replace("##", "#")
+    words = re.sub(r"[\d#]+", "#", record.message)
     return f"{record.outcome.value}: {words.splitlines()[0][:80]}" if words else record.outcome.value
