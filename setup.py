@@ -4,8 +4,6 @@ Packages are found, not listed: a new kernel family is a new folder under `templ
 else. All other settings stand in `pyproject.toml`.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Charts of measurements in SVG: a grid of panels with lines, and a legend above."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 
@@ -16,19 +14,12 @@ Points = Sequence[tuple[float, float]]
 
 
 class Style(msgspec.Struct, frozen=True):
-    """The style and name of a line.
+    """The style and name of a line."""
 
-    Attributes:
-        name: In the legend.
-        color: Such as `#d55e00`.
-        width: In pixels.
-        dash: An SVG dash pattern such as `6 4`; empty for a solid line.
-    """
-
-    name: str
-    color: str
-    width: float = 1.4
-    dash: str = ""
+    name: str  # In the legend.
+    color: str  # Such as `#d55e00`.
+    width: float = 1.4  # In pixels.
+    dash: str = ""  # An SVG dash pattern such as `6 4`; empty for a solid line.
 
     @property
     def stroke(self) -> str:
@@ -38,19 +29,12 @@ class Style(msgspec.Struct, frozen=True):
 
 
 class Axis(msgspec.Struct, frozen=True):
-    """The range of one side of a panel.
+    """The range of one side of a panel."""
 
-    Attributes:
-        lowest: Where it begins.
-        highest: Where it ends.
-        ticks: Values and their labels.
-        log: Whether the scale is logarithmic.
-    """
-
-    lowest: float
-    highest: float
-    ticks: tuple[tuple[float, str], ...]
-    log: bool = False
+    lowest: float  # Where it begins.
+    highest: float  # Where it ends.
+    ticks: tuple[tuple[float, str], ...]  # Values and their labels.
+    log: bool = False  # Whether the scale is logarithmic.
 
     def share(self, value: float) -> float:
         """The position of a value along the axis, from 0 to 1; values outside are clamped."""
@@ -61,21 +45,13 @@ class Axis(msgspec.Struct, frozen=True):
 
 
 class Panel(msgspec.Struct, frozen=True):
-    """One frame of a picture.
+    """One frame of a picture."""
 
-    Attributes:
-        title: Written at its lower left.
-        across: The horizontal axis.
-        up: The vertical one.
-        lines: Style and points of each line; the first is on top.
-        notes: Texts in the panel, each at a point of it.
-    """
-
-    title: str
-    across: Axis
-    up: Axis
-    lines: tuple[tuple[Style, Points], ...]
-    notes: tuple[tuple[float, float, str], ...] = ()
+    title: str  # Written at its lower left.
+    across: Axis  # The horizontal axis.
+    up: Axis  # The vertical one.
+    lines: tuple[tuple[Style, Points], ...]  # Style and points of each line; the first is on top.
+    notes: tuple[tuple[float, float, str], ...] = ()  # Texts in the panel, each at a point of it.
 
 
 def picture(

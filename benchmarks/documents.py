@@ -7,8 +7,6 @@ A table is between `<!-- table NAME: written by SCRIPT -->` and `<!-- end of tab
 a sentence is a figure (`benchmarks/figures.py`). No GPU is needed.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys

@@ -4,8 +4,6 @@ A page contains one as `<!-- figure NAME -->text<!-- end -->`. `python -m benchm
 the text.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 import statistics

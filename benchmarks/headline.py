@@ -7,8 +7,6 @@ A digest covers everything that decides the launched code; comments do not count
 must be measured again. No GPU is needed.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import sys

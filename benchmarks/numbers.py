@@ -8,8 +8,6 @@ through a table or a figure that `benchmarks/documents.py` writes. Otherwise it 
 exemptions, with a reason. Code, links and comments are not checked.
 """
 
-from __future__ import annotations
-
 import enum
 import re
 import sys
@@ -87,18 +85,12 @@ class Kind(enum.StrEnum):
 
 
 class Exemption(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Exempt numbers of one page.
+    """Exempt numbers of one page."""
 
-    Attributes:
-        page: The page's path, relative to the repository.
-        kind: Their kind.
-        reason: Their source.
-        texts: Words of the page that contain them, with any line breaks; empty for the whole page.
-    """
-
-    page: str
-    kind: Kind
-    reason: str
+    page: str  # The page's path, relative to the repository.
+    kind: Kind  # Their kind.
+    reason: str  # Their source.
+    # Words of the page that contain them, with any line breaks; empty for the whole page.
     texts: tuple[str, ...] = ()
 
 

@@ -1,7 +1,5 @@
 """Compressed reports that long scripts save, and from which they continue after an interruption."""
 
-from __future__ import annotations
-
 import gzip
 import zlib
 from pathlib import Path

@@ -7,8 +7,6 @@ adds it, with the present date, GPU and versions:
     python -m benchmarks.saved FILE "COMMAND"
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import gzip

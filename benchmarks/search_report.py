@@ -4,8 +4,6 @@
 scripts that measured them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
@@ -21,23 +19,16 @@ Rows = TypeVar("Rows")
 
 
 class Stability(msgspec.Struct, frozen=True):
-    """Repeated searches of one shape.
+    """Repeated searches of one shape."""
 
-    Attributes:
-        problem: The problem's key.
-        picks: Number of the config that each search chose; equal numbers are the same config.
-        halves: Number of the config that each half of the samples chose.
-        shipped: Number of the config that the shipped table has for the problem; None where it has none.
-        ms: Time of each config that has a number, all timed in turn.
-        seconds: Wall clock of each search.
-    """
-
-    problem: str
+    problem: str  # The problem's key.
+    # Number of the config that each search chose; equal numbers are the same config.
     picks: tuple[int, ...]
-    halves: tuple[int, ...]
+    halves: tuple[int, ...]  # Number of the config that each half of the samples chose.
+    # Number of the config that the shipped table has for the problem; None where it has none.
     shipped: int | None
-    ms: tuple[float, ...]
-    seconds: tuple[float, ...]
+    ms: tuple[float, ...]  # Time of each config that has a number, all timed in turn.
+    seconds: tuple[float, ...]  # Wall clock of each search.
 
     def cost(self, numbers: Sequence[int]) -> float:
         """Returns the loss of the slowest of some selections against the fastest, as a share."""
@@ -51,25 +42,15 @@ class Stability(msgspec.Struct, frozen=True):
 
 
 class Autotune(msgspec.Struct, frozen=True):
-    """One shape by a search and by `triton.autotune`.
+    """One shape by a search and by `triton.autotune`."""
 
-    Attributes:
-        problem: The problem's key.
-        configs: Number of configs.
-        search_seconds: Wall clock of the search with its final measurement.
-        search_ms: Time of its result, interleaved with the other's.
-        autotune_seconds: Wall clock of `triton.autotune`.
-        autotune_tried: Number of configs that it timed.
-        autotune_ms: Time of its result.
-    """
-
-    problem: str
-    configs: int
-    search_seconds: float
-    search_ms: float
-    autotune_seconds: float
-    autotune_tried: int
-    autotune_ms: float
+    problem: str  # The problem's key.
+    configs: int  # Number of configs.
+    search_seconds: float  # Wall clock of the search with its final measurement.
+    search_ms: float  # Time of its result, interleaved with the other's.
+    autotune_seconds: float  # Wall clock of `triton.autotune`.
+    autotune_tried: int  # Number of configs that it timed.
+    autotune_ms: float  # Time of its result.
 
     @property
     def whole_seconds(self) -> float:

@@ -4,8 +4,6 @@ Reports may hold parts of the benchmark's grids, in any order. `python -m benchm
 the tables of benchmarks/results into the pages.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path

@@ -3,8 +3,6 @@
 A record's config belongs to its family. It is decoded in a second stage, by the family's type.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import sys
@@ -21,19 +19,13 @@ from flashtune.templates.registry import find_family
 
 
 class Check(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The result of a self-check of one kernel on one GPU under one set of versions.
-
-    Attributes:
-        target: Name of the GPU of the check.
-        versions: The installed versions.
-        verdict: The result.
-        seconds: Duration of a self-check of the loaded kernel. None if another command made the verdict.
-    """
+    """The result of a self-check of one kernel on one GPU under one set of versions."""
 
     digest: Digest
-    target: TargetName
-    versions: Versions
-    verdict: Verdict
+    target: TargetName  # Name of the GPU of the check.
+    versions: Versions  # The installed versions.
+    verdict: Verdict  # The result.
+    # Duration of a self-check of the loaded kernel. None if another command made the verdict.
     seconds: Seconds | None = None
 
 

@@ -1,7 +1,5 @@
 """Rules for records that may be selected, shared by the store, merges and tables."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import msgspec

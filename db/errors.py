@@ -1,7 +1,5 @@
 """Database errors as one sentence that states the remedy."""
 
-from __future__ import annotations
-
 import sqlite3
 
 from flashtune.core.errors import Printable, StoreError

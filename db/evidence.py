@@ -1,7 +1,5 @@
 """The records of a table under the installed versions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import msgspec

@@ -1,7 +1,5 @@
 """Deletes records and the selections that name them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -18,21 +16,14 @@ Choose = Callable[[Sequence[StoredRecord]], StoredRecord | None]
 
 
 class Forgettable(msgspec.Struct, frozen=True):
-    """A filter of records: those that match every given field.
+    """A filter of records: those that match every given field."""
 
-    Attributes:
-        problems: Keys of problems. Empty means all.
-        outcomes: Outcomes. Empty means all.
-        before: Stored before this time, ISO 8601 in UTC.
-        since: Stored at this time or later.
-    """
-
-    problems: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()  # Keys of problems. Empty means all.
     target: str | None = None
     family: str | None = None
-    outcomes: tuple[str, ...] = ()
-    before: str | None = None
-    since: str | None = None
+    outcomes: tuple[str, ...] = ()  # Outcomes. Empty means all.
+    before: str | None = None  # Stored before this time, ISO 8601 in UTC.
+    since: str | None = None  # Stored at this time or later.
 
     def clauses(self) -> list[ColumnElement[bool]]:
         """Returns the filters as conditions on a row of `records`."""

@@ -4,8 +4,6 @@ They are stated here only. Servers get them through SQLAlchemy. SQLite files get
 `python -m scripts.schema` writes. A change of the tables needs another `HEAD` in `db/light/bootstrap.py`.
 """
 
-from __future__ import annotations
-
 from sqlalchemy import (
     Boolean,
     Column,

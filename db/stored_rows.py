@@ -1,7 +1,5 @@
 """Records of rows, independent of the library that read the rows."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any

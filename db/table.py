@@ -3,8 +3,6 @@
 Each line holds one field of a record, so a diff shows the changed fields of a problem.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Iterable
@@ -39,40 +37,27 @@ _TARGET_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,99}")
 
 
 class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The time of a record's kernel under other versions than the record's.
+    """The time of a record's kernel under other versions than the record's."""
 
-    Attributes:
-        problem: The problem's key.
-        kernel: Digest of the kernel.
-        versions: The versions of the measurement.
-        measurement: The time, with those of baselines in the same run.
-    """
-
-    problem: ShortText
-    kernel: Digest
-    versions: Versions
-    measurement: Measurement
+    problem: ShortText  # The problem's key.
+    kernel: Digest  # Digest of the kernel.
+    versions: Versions  # The versions of the measurement.
+    measurement: Measurement  # The time, with those of baselines in the same run.
 
 
 class TunedTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The selected records of one target: for each problem the selection and perhaps a fallback.
 
     The fallback serves the tensors that the selection's family cannot address.
-
-    Attributes:
-        schema: The layout's number.
-        target: Name of the GPU.
-        records: In any order; tables are written in the order of the problems.
-        receipts: Passes on the GPU of the records' kernels under further versions, and of the same kernels
-            with (or without) the log-sum-exp. A kernel has one receipt for each set of versions.
-        times: Times of the records' kernels under further versions.
     """
 
-    schema: int = SCHEMA
-    target: TargetName
-    records: tuple[Record, ...]
+    schema: int = SCHEMA  # The layout's number.
+    target: TargetName  # Name of the GPU.
+    records: tuple[Record, ...]  # In any order; tables are written in the order of the problems.
+    # Passes on the GPU of the records' kernels under further versions, and of the same kernels with (or
+    # without) the log-sum-exp. A kernel has one receipt for each set of versions.
     receipts: tuple[Check, ...] = ()
-    times: tuple[Timing, ...] = ()
+    times: tuple[Timing, ...] = ()  # Times of the records' kernels under further versions.
 
 
 class _Head(msgspec.Struct, frozen=True):

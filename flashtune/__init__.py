@@ -18,8 +18,6 @@ All errors are subclasses of `flashtune.FlashtuneError`.
 Names are loaded at first use, so that `import flashtune` is fast for the command line.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import TYPE_CHECKING
 

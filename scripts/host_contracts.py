@@ -15,8 +15,6 @@ file (a class or a function with parts: `{"part": null}`), and freeze the versio
 it from the file: `--write` refuses a version that lacks a listed part.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import json

@@ -6,8 +6,6 @@
 the one that most GPUs select. Ties go to the problem with the most work, then to the last key.
 """
 
-from __future__ import annotations
-
 import itertools
 import shutil
 from collections import Counter

@@ -6,8 +6,6 @@ Budgets stand in `line_budget.toml`. A package has the lines of its folder witho
 have a budget of their own. A folder of more than 20 modules gets a warning.
 """
 
-from __future__ import annotations
-
 import sys
 import tomllib
 from collections import Counter

@@ -7,8 +7,6 @@
 BASE is the table that was split. TABLE may have changed since, by searches. It is overwritten.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

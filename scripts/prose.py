@@ -8,8 +8,6 @@
 have none.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import io

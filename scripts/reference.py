@@ -4,8 +4,6 @@
 writes the tables to docs/features.md and docs/shapes.md.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterable, Iterator
 

@@ -8,8 +8,6 @@ An interrupted run has written its results, and the same command continues it. d
 limits of each tool for asynchronous copies.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Writes the tables of `db/schema.py` as SQL for SQLite: `python -m scripts.schema > db/schema.sql`."""
 
-from __future__ import annotations
-
 import sys
 
 from sqlalchemy.dialects import sqlite

@@ -1,7 +1,5 @@
 """Short texts of configs for tables: the axes that differ from the family's default."""
 
-from __future__ import annotations
-
 from flashtune.core.problem import Problem
 from flashtune.core.record import Record
 from flashtune.core.target import TARGETS, Target

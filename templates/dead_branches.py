@@ -6,8 +6,6 @@ rendered, so that the rendered file contains only the chosen branches. Compilers
 elimination.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import re

@@ -9,8 +9,6 @@ A row stays if each of its names occurs in the code or is a flag that is set. `*
 Templates therefore explain every name and every flag, those that do not occur together in rows of their own.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 

@@ -1,7 +1,5 @@
 """The interface of kernel families. Each folder here implements it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -77,20 +75,14 @@ class FamilyOf(PerformanceModel[C_contra], Protocol[C_contra]):
     all its steps. It also renders `attention_backward(q, k, v, out, lse, dout, scale)`, which returns dq, dk
     and dv. Its `descriptors` gets the arguments of `launch_plan` and then the workspaces. It returns a
     dictionary by the tensors' names, in the order of the kernel's arguments.
-
-    Attributes:
-        name: Its folder's name.
-        config_type: Type of its configs.
-        direction: Forward or backward.
-        features: Features beyond shapes, types and causality. `supports` may reject combinations.
-        interpreted: Whether Triton's interpreter runs its kernels, which excludes Gluon.
     """
 
-    name: str
-    config_type: type[Config]
-    direction: Direction
+    name: str  # Its folder's name.
+    config_type: type[Config]  # Type of its configs.
+    direction: Direction  # Forward or backward.
+    # Features beyond shapes, types and causality. `supports` may reject combinations.
     features: frozenset[Feature]
-    interpreted: bool
+    interpreted: bool  # Whether Triton's interpreter runs its kernels, which excludes Gluon.
 
     def supports(self, problem: Problem, target: Target) -> str | None:
         """Returns the reason why the family does not compute this problem on this target, None if it does."""

@@ -3,8 +3,6 @@
 Every folder here with a `family.py` is a family. Records of another version must be verified again.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import importlib

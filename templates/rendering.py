@@ -1,7 +1,5 @@
 """Renders a family, a problem's static features, a config and a specialisation to a `Kernel`."""
 
-from __future__ import annotations
-
 import enum
 import functools
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Tests of the number of fuzzed cases."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """A test that lists the mutable state of modules outside of `flashtune.core.session.SESSION`."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +16,7 @@ CONTAINERS = (
     "WeakKeyDictionary",
     "Counter",
 )
-LOCKS = ("Lock", "RLock", "Condition", "Event", "local")
+LOCKS = ("ModuleLock", "Lock", "RLock", "Condition", "Event", "local")
 CACHES = ("cache", "lru_cache")
 
 # The exceptions, each with its reason.
@@ -33,6 +31,7 @@ STATE = {
     "launch/workspaces.py _kept": "GPU memory of launches, by stream",
     "recording/recorder.py _lock": "guards the counts of recordings",
     "recording/recorder.py _recordings": "the present recordings",
+    "core/files.py _lock_files": "a forked child closes them",
     "core/notices.py _telling": "guards warnings",
 }
 FUNCTIONS = {

@@ -1,7 +1,5 @@
 """Tests of the docstrings and import cycles of packages."""
 
-from __future__ import annotations
-
 import ast
 import graphlib
 from pathlib import Path

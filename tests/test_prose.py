@@ -1,7 +1,5 @@
 """Tests of the prose check."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests of `pytest --sample`."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests that `make test-all` and `make test-gpu` run every test."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Tests of `pytest --times FILE` and `python -m tests.support.times FILES`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

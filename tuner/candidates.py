@@ -1,7 +1,5 @@
 """`Candidate`, a config of a family; search spaces; and the capacity check that prunes candidates."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import msgspec
@@ -68,17 +66,12 @@ class SearchTask(msgspec.Struct, frozen=True):
 
 
 class Demand(msgspec.Struct, frozen=True):
-    """The minimum demand of a candidate on the target, by the models.
+    """The minimum demand of a candidate on the target, by the models."""
 
-    Attributes:
-        sram_bytes: Shared memory of a block.
-        excess: Demand beyond a capacity, as a fraction of the capacity; 0 if the candidate fits.
-        message: The exceeded capacity; empty if the candidate fits.
-    """
-
-    sram_bytes: int
+    sram_bytes: int  # Shared memory of a block.
+    # Demand beyond a capacity, as a fraction of the capacity; 0 if the candidate fits.
     excess: float
-    message: str
+    message: str  # The exceeded capacity; empty if the candidate fits.
 
 
 def demand(scope: SearchTask, candidate: Candidate) -> Demand:
@@ -121,9 +114,7 @@ def open_spaces(
 def contiguous_specialization(problem: Problem, *, lse: bool = False) -> Specialization:
     """Returns the specialization for contiguous tensors. Gradients have the layout of their tensors.
 
-    Args:
-        problem: A forward or a backward problem.
-        lse: Whether a forward pass returns the log-sum-exp, or a backward pass receives its gradient.
+    `lse` is whether a forward pass returns the log-sum-exp, or a backward pass receives its gradient.
     """
     import torch
 

@@ -10,8 +10,6 @@ fastest. An interrupted run has saved its results, and the same command continue
 benchmarks.documents --write` puts the tables of the saved runs into the pages.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import signal

@@ -1,7 +1,5 @@
 """Times the finalists of untuned shapes, each shape in one interleaved run. Needs a GPU."""
 
-from __future__ import annotations
-
 import functools
 import time
 from collections.abc import Callable, Sequence

@@ -5,8 +5,6 @@ config. Both are from the tabular benchmark. `python -m benchmarks.documents --w
 benchmarks/results/axes.md and benchmarks/results/hopper.md.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from benchmarks.exhaustive.prediction import TABLES

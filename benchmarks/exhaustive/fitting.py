@@ -1,7 +1,5 @@
 """Fit of the constants that correct predicted times: a ridge regression on tabular benchmarks."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 

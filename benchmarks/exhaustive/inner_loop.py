@@ -1,7 +1,5 @@
 """The inner loop of a kernel's machine code: its instructions and their issue time."""
 
-from __future__ import annotations
-
 import functools
 from collections import Counter
 from collections.abc import Sequence
@@ -19,15 +17,10 @@ MATRIX = frozenset({"HMMA", "HGMMA", "QGMMA", "QMMA", "UTCHMMA", "UTCQMMA"})
 
 
 class Loop(msgspec.Struct, frozen=True, array_like=True):
-    """The innermost loop with the most matrix products.
+    """The innermost loop with the most matrix products."""
 
-    Attributes:
-        instructions: Number of each instruction in it, without modifiers.
-        cycles: Sum of the stall cycles of its instructions.
-    """
-
-    instructions: dict[Name, Count]
-    cycles: Count
+    instructions: dict[Name, Count]  # Number of each instruction in it, without modifiers.
+    cycles: Count  # Sum of the stall cycles of its instructions.
 
 
 def read_loop(cubin: bytes) -> Loop | None:

@@ -1,7 +1,5 @@
 """Worker processes for a tabular benchmark: they describe binaries, and verify and time batches."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import msgspec

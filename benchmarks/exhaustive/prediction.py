@@ -7,8 +7,6 @@ Each problem is judged with constants fitted to the other tables. No GPU is need
 benchmarks.documents --write` puts the table into docs/prediction.md.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import sys
@@ -36,22 +34,15 @@ Floats = NDArray[np.float64]
 
 
 class Judged(msgspec.Struct, frozen=True):
-    """One problem's prediction against its truth.
-
-    Attributes:
-        plain: Spearman's rank correlation of the uncorrected prediction with the measured times.
-        corrected: That of the corrected one.
-        rank: Which place the truly best has in the predicted order, from 1.
-        top: Share of the true best that the best of the ten first predicted reaches.
-        median_ratio: Median of predicted over measured times.
-    """
+    """One problem's prediction against its truth."""
 
     table: TruthTable
+    # Spearman's rank correlation of the uncorrected prediction with the measured times.
     plain: float
-    corrected: float
-    rank: int
-    top: float
-    median_ratio: float
+    corrected: float  # That of the corrected one.
+    rank: int  # Which place the truly best has in the predicted order, from 1.
+    top: float  # Share of the true best that the best of the ten first predicted reaches.
+    median_ratio: float  # Median of predicted over measured times.
 
 
 def main() -> None:

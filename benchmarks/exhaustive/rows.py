@@ -1,7 +1,5 @@
 """Rows of tabular benchmarks, from the results of compilation and measurement."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import msgspec

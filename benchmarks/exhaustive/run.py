@@ -1,7 +1,5 @@
 """Makes a tabular benchmark: all cores compile, while one process verifies and times finished kernels."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -177,17 +175,11 @@ class TableRun:
 
 
 class Drawing(msgspec.Struct, frozen=True):
-    """Which configs a table holds, and how long making it may take.
+    """Which configs a table holds, and how long making it may take."""
 
-    Attributes:
-        configs: How many to draw; None for all.
-        seed: Of the draw.
-        seconds: Wall clock after which no batch is begun.
-    """
-
-    configs: int | None = 300
-    seed: int = 0
-    seconds: float = 150.0
+    configs: int | None = 300  # How many to draw; None for all.
+    seed: int = 0  # Of the draw.
+    seconds: float = 150.0  # Wall clock after which no batch is begun.
 
 
 def make_table(

@@ -9,8 +9,6 @@ again in one run. Each problem gives one file. An interrupted run has saved its 
 complete file is skipped. docs/search.md describes the use.
 """
 
-from __future__ import annotations
-
 import argparse
 import signal
 import sys

@@ -4,8 +4,6 @@ A table holds one family's configs for one problem: the whole space, or a unifor
 compressed JSON, decoded as strictly as a shipped table.
 """
 
-from __future__ import annotations
-
 import enum
 import functools
 import hashlib
@@ -40,62 +38,37 @@ class Sampled(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True):
-    """The result of one config.
+    """The result of one config."""
 
-    Attributes:
-        values: The config's fields, in the table's order.
-        outcome: The outcome.
-        message: The reason if it is not `ok`.
-        resources: The compiler's report, if it compiled.
-        loop: The inner loop of its machine code, if it was found.
-        batch: Number of the batch in which it was timed. Batches drift apart.
-        first: Its time in that batch.
-        final: Its time in the final measurement, if it was part of it.
-    """
-
-    values: tuple[int | bool | str, ...]
-    outcome: Outcome
-    message: ShortText = ""
-    resources: Resources | None = None
-    loop: Loop | None = None
-    batch: NonNegative = 0
-    first: Sampled | None = None
-    final: Sampled | None = None
+    values: tuple[int | bool | str, ...]  # The config's fields, in the table's order.
+    outcome: Outcome  # The outcome.
+    message: ShortText = ""  # The reason if it is not `ok`.
+    resources: Resources | None = None  # The compiler's report, if it compiled.
+    loop: Loop | None = None  # The inner loop of its machine code, if it was found.
+    batch: NonNegative = 0  # Number of the batch in which it was timed. Batches drift apart.
+    first: Sampled | None = None  # Its time in that batch.
+    final: Sampled | None = None  # Its time in the final measurement, if it was part of it.
 
 
 class TruthTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Results of one family's configs for one problem on one GPU.
+    """Results of one family's configs for one problem on one GPU."""
 
-    Attributes:
-        problem: The problem.
-        target: The GPU.
-        family: The configs' family.
-        versions: Versions of the measurement.
-        space: Number of points of the family's space for this problem.
-        fitting: Number of these that fit the target by the SRAM model. Rows are drawn from these.
-        drawn: Number of configs to measure: the first in the order of a seeded hash.
-        seed: The seed of that order.
-        seconds: Wall clock time of the run.
-        jobs: Compiler processes in addition to the measuring one.
-        anchors: Time of the family's default in each batch, in ms, which shows the drift.
-        peers: Other implementations, interleaved in the final measurement.
-        fields: Names of the configs' fields.
-        rows: Results in order of completion, fewer than `drawn` if the run was interrupted.
-    """
-
-    problem: Problem
-    target: ShortText
-    family: ShortText
-    versions: Versions
-    space: NonNegative
+    problem: Problem  # The problem.
+    target: ShortText  # The GPU.
+    family: ShortText  # The configs' family.
+    versions: Versions  # Versions of the measurement.
+    space: NonNegative  # Number of points of the family's space for this problem.
+    # Number of these that fit the target by the SRAM model. Rows are drawn from these.
     fitting: NonNegative
-    drawn: NonNegative
-    seed: NonNegative
-    seconds: float
-    jobs: NonNegative
+    drawn: NonNegative  # Number of configs to measure: the first in the order of a seeded hash.
+    seed: NonNegative  # The seed of that order.
+    seconds: float  # Wall clock time of the run.
+    jobs: NonNegative  # Compiler processes in addition to the measuring one.
+    # Time of the family's default in each batch, in ms, which shows the drift.
     anchors: tuple[Milliseconds, ...]
-    peers: tuple[PeerTime, ...]
-    fields: tuple[ShortText, ...]
+    peers: tuple[PeerTime, ...]  # Other implementations, interleaved in the final measurement.
+    fields: tuple[ShortText, ...]  # Names of the configs' fields.
+    # Results in order of completion, fewer than `drawn` if the run was interrupted.
     rows: tuple[Row, ...]
 
     @property

@@ -9,8 +9,6 @@ effect. Prints ratios, and writes all figures in JSON. Takes about a minute, mos
 The module imports no other module of this folder, because it also runs with the modules of the old checkout.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

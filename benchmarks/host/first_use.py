@@ -12,8 +12,6 @@ Modules and kernels of the check are preloaded during compilation, which may tak
 preloading shows the difference.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import enum
@@ -55,21 +53,13 @@ class Way(enum.StrEnum):
 
 
 class Fresh(msgspec.Struct, frozen=True):
-    """The time of a first use in separate processes, in ms.
+    """The time of a first use in separate processes, in ms."""
 
-    Attributes:
-        compiled_ms: From compilation and loading in the process to the end of the self-check.
-        cached_ms: Likewise with a kernel that was compiled before.
-        cublas_ms: The first matrix product, not included in the latter.
-        compiling_ms: Compilation and loading.
-        alone_ms: Compilation and loading without other work.
-    """
-
-    compiled_ms: float
-    cached_ms: float
-    cublas_ms: float
-    compiling_ms: float
-    alone_ms: float
+    compiled_ms: float  # From compilation and loading in the process to the end of the self-check.
+    cached_ms: float  # Likewise with a kernel that was compiled before.
+    cublas_ms: float  # The first matrix product, not included in the latter.
+    compiling_ms: float  # Compilation and loading.
+    alone_ms: float  # Compilation and loading without other work.
 
 
 class First(msgspec.Struct, frozen=True):

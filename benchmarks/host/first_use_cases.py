@@ -1,7 +1,5 @@
 """Kernels for the measurement of first uses: all families, types, features and both passes."""
 
-from __future__ import annotations
-
 import msgspec
 
 from flashtune.core.kernel import Alignment, Specialization
@@ -14,17 +12,11 @@ from flashtune.tuner.workloads.shapes import parse_shape
 
 
 class Case(msgspec.Struct, frozen=True):
-    """A kernel.
+    """A kernel."""
 
-    Attributes:
-        shape: In the syntax of `flashtune search`.
-        alignment: Of the strides; TMA cannot address 1.
-        fresh: Whether it is also measured in separate processes.
-    """
-
-    shape: str
-    alignment: Alignment = Alignment.SIXTEEN
-    fresh: bool = False
+    shape: str  # In the syntax of `flashtune search`.
+    alignment: Alignment = Alignment.SIXTEEN  # Of the strides; TMA cannot address 1.
+    fresh: bool = False  # Whether it is also measured in separate processes.
 
     @property
     def problem(self) -> Problem:

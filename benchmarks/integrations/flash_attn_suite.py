@@ -15,8 +15,6 @@ compare results on the GPU with a computation by torch. A case is refused if fla
 several processes share the cases. A case waits if the others leave too little memory.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import importlib.util

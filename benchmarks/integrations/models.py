@@ -9,8 +9,6 @@ the attention function of `flashtune.integrations.transformers.register()` inste
 of the rounds. It takes about three minutes on an NVIDIA H200.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import itertools
@@ -40,35 +38,21 @@ PROMPT, NEW_TOKENS, FEW_TOKENS = 2048, 128, 32
 
 
 class Row(msgspec.Struct, frozen=True):
-    """The times of one workload.
+    """The times of one workload."""
 
-    Attributes:
-        workload: Its name.
-        sdpa_ms: Times with torch's attention, in ms, by round.
-        flashtune_ms: Times with flashtune, likewise.
-        speedup: Ratio of their medians.
-        transformers: Version of transformers.
-    """
-
-    workload: str
-    sdpa_ms: tuple[float, ...]
-    flashtune_ms: tuple[float, ...]
-    speedup: float
-    transformers: str
+    workload: str  # Its name.
+    sdpa_ms: tuple[float, ...]  # Times with torch's attention, in ms, by round.
+    flashtune_ms: tuple[float, ...]  # Times with flashtune, likewise.
+    speedup: float  # Ratio of their medians.
+    transformers: str  # Version of transformers.
 
 
 class Runs(NamedTuple):
-    """The functions of one workload, with transformers' attention and with flashtune's.
+    """The functions of one workload, with transformers' attention and with flashtune's."""
 
-    Attributes:
-        sdpa: Runs the workload with transformers' attention.
-        flashtune: Runs it with flashtune, within `context`.
-        context: Makes the context.
-    """
-
-    sdpa: Callable[[], None]
-    flashtune: Callable[[], None]
-    context: Callable[[], contextlib.AbstractContextManager[object]]
+    sdpa: Callable[[], None]  # Runs the workload with transformers' attention.
+    flashtune: Callable[[], None]  # Runs it with flashtune, within `context`.
+    context: Callable[[], contextlib.AbstractContextManager[object]]  # Makes the context.
 
 
 def main() -> None:

@@ -1,7 +1,5 @@
 """The tables of the integrations' pages, from saved results. A table without a result says so."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,19 +24,12 @@ Rows = TypeVar("Rows")
 
 
 class Counts(msgspec.Struct, frozen=True):
-    """Outcomes of FlashAttention's own tests, of `benchmarks.integrations.flash_attn_suite`.
+    """Outcomes of FlashAttention's own tests, of `benchmarks.integrations.flash_attn_suite`."""
 
-    Attributes:
-        version: Version of FlashAttention.
-        passed: Number of cases that passed.
-        refused: Cases that raised `UnsupportedError`.
-        failed: Cases that failed.
-    """
-
-    version: int
-    passed: int
-    refused: int
-    failed: int
+    version: int  # Version of FlashAttention.
+    passed: int  # Number of cases that passed.
+    refused: int  # Cases that raised `UnsupportedError`.
+    failed: int  # Cases that failed.
 
 
 def texts(folder: Path = RESULTS) -> dict[str, str]:

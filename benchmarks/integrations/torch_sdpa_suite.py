@@ -11,8 +11,6 @@ Each test function gets an equal number of cases, as far as it has so many. Case
 count. Several processes share the cases. A process that loses its GPU or hangs is replaced by another one.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import contextlib
@@ -67,58 +65,33 @@ class Case(NamedTuple):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """The outcome of a case.
+    """The outcome of a case."""
 
-    Attributes:
-        case: Its class and name.
-        function: Its test function.
-        without: Outcome with torch's operators.
-        active: Outcome with flashtune. None if it did not run.
-        forward: Number of calls that flashtune served in one run of the case.
-        backward: Number of backward passes, likewise.
-        why: The reason of a failure.
-    """
-
-    case: str
-    function: str
-    without: str
-    active: str | None = None
-    forward: int = 0
-    backward: int = 0
-    why: str = ""
+    case: str  # Its class and name.
+    function: str  # Its test function.
+    without: str  # Outcome with torch's operators.
+    active: str | None = None  # Outcome with flashtune. None if it did not run.
+    forward: int = 0  # Number of calls that flashtune served in one run of the case.
+    backward: int = 0  # Number of backward passes, likewise.
+    why: str = ""  # The reason of a failure.
 
 
 class Report(msgspec.Struct, frozen=True):
-    """The outcomes of a run.
+    """The outcomes of a run."""
 
-    Attributes:
-        file: SHA-256 of the test file.
-        seed: Seed of the sample.
-        measured: Whether flashtune served only calls that it was measured as faster for.
-        seconds: Duration of the run.
-        cases: Cases that ran without flashtune and were not skipped.
-        passed_without: Cases that passed without flashtune.
-        passed_with: Cases that passed without flashtune and with it.
-        served: Of these, cases in which flashtune served calls.
-        served_backward: Likewise backward passes.
-        skipped: Cases that the file skips.
-        failures: Cases that passed without flashtune only, with the reason.
-        failed_without: Cases that fail with torch's operators, with the reason.
-        functions: Cases, cases that passed with flashtune and cases with served calls, by test function.
-    """
-
-    file: str
-    seed: int
-    measured: bool
-    seconds: float
-    cases: int
-    passed_without: int
-    passed_with: int
-    served: int
-    served_backward: int
-    skipped: int
-    failures: dict[str, str]
-    failed_without: dict[str, str]
+    file: str  # SHA-256 of the test file.
+    seed: int  # Seed of the sample.
+    measured: bool  # Whether flashtune served only calls that it was measured as faster for.
+    seconds: float  # Duration of the run.
+    cases: int  # Cases that ran without flashtune and were not skipped.
+    passed_without: int  # Cases that passed without flashtune.
+    passed_with: int  # Cases that passed without flashtune and with it.
+    served: int  # Of these, cases in which flashtune served calls.
+    served_backward: int  # Likewise backward passes.
+    skipped: int  # Cases that the file skips.
+    failures: dict[str, str]  # Cases that passed without flashtune only, with the reason.
+    failed_without: dict[str, str]  # Cases that fail with torch's operators, with the reason.
+    # Cases, cases that passed with flashtune and cases with served calls, by test function.
     functions: dict[str, tuple[int, int, int]]
 
 

@@ -9,8 +9,6 @@ prepared. Each figure is the median of the rounds. The compiler of `flex_attenti
 `--usual sdpa eager` leaves it out.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import statistics
@@ -100,25 +98,16 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], tuple[int, int]]] = {
 
 
 class Row(msgspec.Struct, frozen=True):
-    """The times of one workload.
+    """The times of one workload."""
 
-    Attributes:
-        workload: Its name.
-        usual: The fastest of transformers' implementations.
-        usual_ms: Its times, in ms, by round.
-        flashtune_ms: Times with flashtune, likewise.
-        speedup: Ratio of their medians.
-        trials: The least time of each implementation in the trials, or the reason why it has none.
-        transformers: Version of transformers.
-    """
-
-    workload: str
-    usual: str
-    usual_ms: tuple[float, ...]
-    flashtune_ms: tuple[float, ...]
-    speedup: float
+    workload: str  # Its name.
+    usual: str  # The fastest of transformers' implementations.
+    usual_ms: tuple[float, ...]  # Its times, in ms, by round.
+    flashtune_ms: tuple[float, ...]  # Times with flashtune, likewise.
+    speedup: float  # Ratio of their medians.
+    # The least time of each implementation in the trials, or the reason why it has none.
     trials: dict[str, float | str]
-    transformers: str
+    transformers: str  # Version of transformers.
 
 
 def main() -> None:

@@ -9,8 +9,6 @@ all heads. A second measurement without dropout shows the cost of dropout. Tune 
 `flashtune search --phase training --shape ...,dropout` (the printed command). Needs a GPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import shlex
@@ -34,23 +32,14 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One shape.
+    """One shape."""
 
-    Attributes:
-        shape: As `flashtune search --shape` takes it.
-        ours: Milliseconds of forward and backward pass with dropout.
-        theirs: Likewise of SDPA's flash backend.
-        share: Ours over theirs.
-        ours_without: Ours without dropout.
-        theirs_without: Likewise theirs.
-    """
-
-    shape: str
-    ours: float
-    theirs: float
-    share: float
-    ours_without: float
-    theirs_without: float
+    shape: str  # As `flashtune search --shape` takes it.
+    ours: float  # Milliseconds of forward and backward pass with dropout.
+    theirs: float  # Likewise of SDPA's flash backend.
+    share: float  # Ours over theirs.
+    ours_without: float  # Ours without dropout.
+    theirs_without: float  # Likewise theirs.
 
 
 def main() -> None:

@@ -17,8 +17,6 @@ heads, sequences or rows share. Rows are written after each shape. The exit code
 was not reached, or is below 0.98 with any mask.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import math
@@ -67,31 +65,19 @@ Timer = Callable[[], tuple[float, Times]]
 
 
 class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One shape, or one way of sharing its mask.
+    """One shape, or one way of sharing its mask."""
 
-    Attributes:
-        group: `tuned`, `shared masks` or `untuned`.
-        problem: Its key.
-        mask: The sharing of its mask; `own` if each head and sequence has its own, or there is none.
-        server: The backend: a kernel's family, or `sdpa`.
-        ms: flashtune's time.
-        peers: Times of SDPA's backends in the same run.
-        ratio: The fastest of these over flashtune's time; of retimed pairs the median.
-        again: The ratios of further runs, if any.
-        difference: Largest difference from the output of the fastest backend.
-        failed: Why there are no times; empty where there are.
-    """
-
-    group: str
-    problem: str
+    group: str  # `tuned`, `shared masks` or `untuned`.
+    problem: str  # Its key.
+    # The sharing of its mask; `own` if each head and sequence has its own, or there is none.
     mask: str
-    server: str = ""
-    ms: float = 0.0
-    peers: Times = {}
-    ratio: float = 0.0
-    again: tuple[float, ...] = ()
-    difference: float = 0.0
-    failed: str = ""
+    server: str = ""  # The backend: a kernel's family, or `sdpa`.
+    ms: float = 0.0  # flashtune's time.
+    peers: Times = {}  # Times of SDPA's backends in the same run.
+    ratio: float = 0.0  # The fastest of these over flashtune's time; of retimed pairs the median.
+    again: tuple[float, ...] = ()  # The ratios of further runs, if any.
+    difference: float = 0.0  # Largest difference from the output of the fastest backend.
+    failed: str = ""  # Why there are no times; empty where there are.
 
 
 class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -8,8 +8,6 @@ large. They are rounded to bfloat16 before use. So the error of the 16-bit kerne
 alone. The error of the 8-bit kernel includes the quantisation of its inputs.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence

@@ -8,8 +8,6 @@ warm-up. If a call launches several kernels, the row is of the one with most cyc
 profiler repeats kernels at another clock than usual, so that rows have cycles and no times.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import shutil
@@ -79,21 +77,13 @@ SEPARATOR = "spin_kernel"
 
 
 class Row(NamedTuple):
-    """Counters of one shape's main kernel.
+    """Counters of one shape's main kernel."""
 
-    Attributes:
-        shape: The shape, as for `flashtune bench --shape`.
-        kernel: The kernel's name.
-        cycles: Cycles of the multiprocessors.
-        l2_bytes: Bytes that L2 transfers.
-        shares: Percentages of peak rates by column.
-    """
-
-    shape: str
-    kernel: str
-    cycles: float
-    l2_bytes: float
-    shares: dict[str, float]
+    shape: str  # The shape, as for `flashtune bench --shape`.
+    kernel: str  # The kernel's name.
+    cycles: float  # Cycles of the multiprocessors.
+    l2_bytes: float  # Bytes that L2 transfers.
+    shares: dict[str, float]  # Percentages of peak rates by column.
 
 
 def main() -> None:

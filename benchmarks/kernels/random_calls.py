@@ -121,30 +121,19 @@ class RandomCall(msgspec.Struct, frozen=True):
 
 
 class Row(msgspec.Struct, frozen=True):
-    """Times of one call.
+    """Times of one call."""
 
-    Attributes:
-        call: Its name.
-        server: The backend of flashtune: a kernel's family or a baseline.
-        ms: flashtune's time.
-        sdpa_ms: SDPA's time.
-        ratio: The latter over the former; of calls that were timed again the median.
-        again: The ratios of further runs.
-        difference: Largest difference from SDPA's output and gradients, as a multiple of the tolerance. See
-            `largest_difference`.
-        failed: The error of flashtune, or empty.
-        skipped: Why there is no comparison, such as an error of SDPA, or empty.
-    """
-
-    call: str
-    server: str = ""
-    ms: float = 0.0
-    sdpa_ms: float = 0.0
-    ratio: float = 0.0
-    again: tuple[float, ...] = ()
+    call: str  # Its name.
+    server: str = ""  # The backend of flashtune: a kernel's family or a baseline.
+    ms: float = 0.0  # flashtune's time.
+    sdpa_ms: float = 0.0  # SDPA's time.
+    ratio: float = 0.0  # The latter over the former; of calls that were timed again the median.
+    again: tuple[float, ...] = ()  # The ratios of further runs.
+    # Largest difference from SDPA's output and gradients, as a multiple of the tolerance. See
+    # `largest_difference`.
     difference: float = 0.0
-    failed: str = ""
-    skipped: str = ""
+    failed: str = ""  # The error of flashtune, or empty.
+    skipped: str = ""  # Why there is no comparison, such as an error of SDPA, or empty.
 
 
 class Report(msgspec.Struct, frozen=True):

@@ -7,8 +7,6 @@ These commands write the files for this module. `python -m benchmarks.documents 
 the pages.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from benchmarks.saved import RESULTS, Saved, load

@@ -8,8 +8,6 @@ from the shipped table for contiguous tensors. Sequences have the same lengths a
 of a group is the baseline of the others. Needs a GPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Iterator, Sequence

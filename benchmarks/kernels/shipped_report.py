@@ -7,8 +7,6 @@
 `python -m benchmarks.documents --write` puts the tables into the pages.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 

@@ -5,8 +5,6 @@ h100-sram-audit.json.gz that of a run with more points and `--target h100`.
 `python -m benchmarks.documents --write` puts the tables into benchmarks/results/sram-audit.md.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from benchmarks.saved import RESULTS, decoded

@@ -6,8 +6,6 @@ Runs of two Triton versions are in two processes, between which clocks differ. E
 to cuDNN's in its own run. If cuDNN has no row, the reference is a copy of device memory.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -32,16 +30,11 @@ GRIDS = {"forward": "paper", "backward": "backward", "decode": "decode"}
 
 
 class Comparison(msgspec.Struct, frozen=True):
-    """Speeds of one grid's kernels under a version of Triton over those under another.
+    """Speeds of one grid's kernels under a version of Triton over those under another."""
 
-    Attributes:
-        grid: `forward`, `backward` or `decode`.
-        triton: The version.
-        ratios: Speed over that under the other version, by case; both are relative to the same peer.
-    """
-
-    grid: str
-    triton: str
+    grid: str  # `forward`, `backward` or `decode`.
+    triton: str  # The version.
+    # Speed over that under the other version, by case; both are relative to the same peer.
     ratios: dict[str, float]
 
 

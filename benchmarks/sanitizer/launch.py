@@ -5,8 +5,6 @@
     python -m benchmarks.sanitizer.launch TOOL FILE UNTIL DIGEST ...
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import math

@@ -5,8 +5,6 @@ of all families draw these points too. Problems are those of verification: small
 without keys.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import random
@@ -101,19 +99,12 @@ def _rendered(computation: Problem, candidate: Candidate, specialization: Specia
 
 
 class Subject(msgspec.Struct, frozen=True):
-    """One kernel to run.
+    """One kernel to run."""
 
-    Attributes:
-        problem: The problem, of any size.
-        candidate: The config.
-        specialization: The kernel's assumptions about its tensors.
-        shipped: Whether it is a kernel of a shipped table.
-    """
-
-    problem: Problem
-    candidate: Candidate
-    specialization: Specialization
-    shipped: bool
+    problem: Problem  # The problem, of any size.
+    candidate: Candidate  # The config.
+    specialization: Specialization  # The kernel's assumptions about its tensors.
+    shipped: bool  # Whether it is a kernel of a shipped table.
 
     @property
     def kernel(self) -> Kernel:

@@ -1,7 +1,5 @@
 """The findings of compute-sanitizer by kernel, and their table."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import msgspec

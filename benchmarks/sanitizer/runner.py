@@ -4,8 +4,6 @@ A process launches a batch of compiled kernels under the tool. If its log has an
 kernel of the batch runs again in a process of its own.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Baseline strategies: simple orders, and Optuna's samplers alone."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Iterable

@@ -10,8 +10,6 @@ the judged budget. Optuna's Gaussian process needs scipy. `benchmarks.search_rep
 tables and charts of saved results.
 """
 
-from __future__ import annotations
-
 import argparse
 import multiprocessing
 import os

@@ -3,8 +3,6 @@
 `python -m benchmarks.documents --write` puts the tables and the charts of benchmarks/results into docs/.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence

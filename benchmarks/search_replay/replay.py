@@ -5,8 +5,6 @@ in the table, and one GPU that runs one candidate at a time. A search of a minut
 own arithmetic.
 """
 
-from __future__ import annotations
-
 import hashlib
 import heapq
 import itertools
@@ -91,19 +89,12 @@ class Servers:
 
 
 class SimulatedTrial(msgspec.Struct, frozen=True):
-    """A simulated trial.
+    """A simulated trial."""
 
-    Attributes:
-        candidate: The candidate.
-        seconds: Simulated seconds from the start to the result.
-        seen_ms: The time that the search received; None if the candidate failed.
-        true_ms: The best estimate of its time.
-    """
-
-    candidate: Candidate
-    seconds: float
-    seen_ms: float | None
-    true_ms: float | None
+    candidate: Candidate  # The candidate.
+    seconds: float  # Simulated seconds from the start to the result.
+    seen_ms: float | None  # The time that the search received; None if the candidate failed.
+    true_ms: float | None  # The best estimate of its time.
 
 
 class Replay:

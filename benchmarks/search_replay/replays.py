@@ -1,7 +1,5 @@
 """Simulated searches with several strategies, and their regret."""
 
-from __future__ import annotations
-
 import math
 import shutil
 import statistics
@@ -37,19 +35,12 @@ NEAR = 0.98
 
 
 class Run(msgspec.Struct, frozen=True):
-    """One simulated search.
+    """One simulated search."""
 
-    Attributes:
-        policy: The strategy.
-        seed: The random seed.
-        shares: The result as a share of the true best, after each trial.
-        seconds: Simulated seconds until each trial was over.
-    """
-
-    policy: str
-    seed: int
-    shares: tuple[float, ...]
-    seconds: tuple[float, ...]
+    policy: str  # The strategy.
+    seed: int  # The random seed.
+    shares: tuple[float, ...]  # The result as a share of the true best, after each trial.
+    seconds: tuple[float, ...]  # Simulated seconds until each trial was over.
 
 
 def experience_without(table: TruthTable, tables: Sequence[TruthTable]) -> WarmStart:
@@ -115,30 +106,20 @@ def replayed(
 
 
 class Summary(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The results of one strategy on one table, over all seeds.
+    """The results of one strategy on one table, over all seeds."""
 
-    Attributes:
-        policy: The strategy.
-        problem: The problem's key.
-        family: The searched family.
-        candidates: Number of candidates.
-        median: Median share of the true best after each trial.
-        worst: The worst seed's.
-        by_second: Median share of the true best after each simulated second, from the first on.
-        worst_by_second: The worst seed's.
-        judged: Share of the true best with the judged share of the space tried, for each seed.
-        trials: Trials until the answer was near the best, for each seed; None where it never was.
-    """
-
-    policy: str
-    problem: str
-    family: str
-    candidates: int
-    median: tuple[float, ...]
-    worst: tuple[float, ...]
+    policy: str  # The strategy.
+    problem: str  # The problem's key.
+    family: str  # The searched family.
+    candidates: int  # Number of candidates.
+    median: tuple[float, ...]  # Median share of the true best after each trial.
+    worst: tuple[float, ...]  # The worst seed's.
+    # Median share of the true best after each simulated second, from the first on.
     by_second: tuple[float, ...]
-    worst_by_second: tuple[float, ...]
+    worst_by_second: tuple[float, ...]  # The worst seed's.
+    # Share of the true best with the judged share of the space tried, for each seed.
     judged: tuple[float, ...]
+    # Trials until the answer was near the best, for each seed; None where it never was.
     trials: tuple[int | None, ...]
 
 

@@ -1,7 +1,5 @@
 """Charts of measurements of training."""
 
-from __future__ import annotations
-
 from benchmarks import charts
 from benchmarks.charts import Axis, Panel, Points, Style
 from benchmarks.training.memory import GIB, OURS, UNFUSED, Document

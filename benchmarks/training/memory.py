@@ -12,8 +12,6 @@ implementation runs twice, since first calls compile and verify kernels, and the
 a GPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import gc
@@ -51,19 +49,12 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Peak(msgspec.Struct, frozen=True):
-    """The memory of one implementation at one length.
+    """The memory of one implementation at one length."""
 
-    Attributes:
-        name: The implementation, or a kernel family.
-        bytes: The peak; None if it does not fit, or is unsupported.
-        over_held: The peak over the memory of inputs, output and gradients.
-        message: The reason for None.
-    """
-
-    name: str
-    bytes: int | None
-    over_held: float | None
-    message: str = ""
+    name: str  # The implementation, or a kernel family.
+    bytes: int | None  # The peak; None if it does not fit, or is unsupported.
+    over_held: float | None  # The peak over the memory of inputs, output and gradients.
+    message: str = ""  # The reason for None.
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -75,21 +66,13 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class Document(msgspec.Struct, frozen=True):
-    """Measurements, their GPU and versions.
+    """Measurements, their GPU and versions."""
 
-    Attributes:
-        gpu: The GPU.
-        versions: Of the software.
-        problem: Key of the backward problem at the first length.
-        rows: One for each length.
-        families: Each family of the backward pass by itself, at one length.
-    """
-
-    gpu: str
-    versions: Versions
-    problem: str
-    rows: tuple[Row, ...]
-    families: Row
+    gpu: str  # The GPU.
+    versions: Versions  # Of the software.
+    problem: str  # Key of the backward problem at the first length.
+    rows: tuple[Row, ...]  # One for each length.
+    families: Row  # Each family of the backward pass by itself, at one length.
 
 
 def main() -> None:

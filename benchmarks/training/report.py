@@ -4,8 +4,6 @@
 `benchmarks.training.memory`, `examples.training` and `benchmarks.kernels.dropout` write with `--save`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar

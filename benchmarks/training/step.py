@@ -8,8 +8,6 @@ of interleaved rounds. `benchmarks.kernels.dropout` measures GPU time with dropo
 `benchmarks/host/compare.py` calls without gradients. Needs a GPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import statistics
@@ -36,21 +34,13 @@ Triple = tuple[Tensor, Tensor, Tensor]
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One way.
+    """One way."""
 
-    Attributes:
-        name: The implementation.
-        forward_us: Host time of the forward pass of a call that autograd records.
-        both_us: That of forward and backward pass.
-        over_sdpa: The latter over SDPA's, of calls with dropout over SDPA's with dropout.
-        gpu_us: GPU time of both passes with queued launches.
-    """
-
-    name: str
-    forward_us: float
-    both_us: float
-    over_sdpa: float
-    gpu_us: float
+    name: str  # The implementation.
+    forward_us: float  # Host time of the forward pass of a call that autograd records.
+    both_us: float  # That of forward and backward pass.
+    over_sdpa: float  # The latter over SDPA's, of calls with dropout over SDPA's with dropout.
+    gpu_us: float  # GPU time of both passes with queued launches.
 
 
 class Document(msgspec.Struct, frozen=True):

@@ -3,8 +3,6 @@
 A reader waits for one second in total. A server that fails is not asked again in this process.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any

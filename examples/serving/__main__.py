@@ -10,8 +10,6 @@ youngest request gives up its pages and starts again later. The reference loop h
 whole sequence for each token, with torch's attention. Weights are random.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -1,7 +1,5 @@
 """A small transformer with random weights. The caller supplies the attention of its layers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 

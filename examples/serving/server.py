@@ -1,7 +1,5 @@
 """Continuous batching with a `PagedKVCache`. Each step runs the model once."""
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import dataclass, field
 

@@ -13,8 +13,6 @@ differ by 2^-8 of the first loss, one spacing of bfloat16 (1e-4 in float32). Oth
 1. With dropout, each implementation drops other weights.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -1,7 +1,5 @@
 """The attention implementations to train with."""
 
-from __future__ import annotations
-
 import functools
 
 import torch

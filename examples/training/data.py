@@ -1,7 +1,5 @@
 """Random data that can be learned: each sequence is in one of a few languages."""
 
-from __future__ import annotations
-
 import math
 
 import torch

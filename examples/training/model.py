@@ -1,7 +1,5 @@
 """A decoder of GPT-2's structure (Radford et al., 2019). The caller supplies the attention."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import msgspec
@@ -17,22 +15,14 @@ DEVIATION = 0.02
 
 
 class Shape(msgspec.Struct, frozen=True):
-    """Sizes of the model; by default GPT-2's, with 124 million parameters.
+    """Sizes of the model; by default GPT-2's, with 124 million parameters."""
 
-    Attributes:
-        layers: Blocks of attention and a perceptron.
-        heads: Heads of attention.
-        width: Columns of the hidden state.
-        context: Tokens of a sequence.
-        vocabulary: Number of tokens, padded to a multiple of 64.
-        dropout: Probability of dropout, of attention weights and of the outputs of blocks.
-    """
-
-    layers: int = 12
-    heads: int = 12
-    width: int = 768
-    context: int = 1024
-    vocabulary: int = 50_304
+    layers: int = 12  # Blocks of attention and a perceptron.
+    heads: int = 12  # Heads of attention.
+    width: int = 768  # Columns of the hidden state.
+    context: int = 1024  # Tokens of a sequence.
+    vocabulary: int = 50_304  # Number of tokens, padded to a multiple of 64.
+    # Probability of dropout, of attention weights and of the outputs of blocks.
     dropout: float = 0.0
 
 

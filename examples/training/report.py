@@ -26,31 +26,18 @@ COLORS = {"flashtune": "#d55e00", "torch SDPA": "#0072b2", "another SDPA": "#999
 
 
 class Document(msgspec.Struct, frozen=True):
-    """The results of all runs and their setting.
+    """The results of all runs and their setting."""
 
-    Attributes:
-        device: The GPU, or the CPU.
-        torch: Its version.
-        triton: Its version.
-        setting: The common setting of all runs.
-        parameters: Number of weights of the model.
-        floor: The approximate entropy of the data, the lowest possible loss.
-        difference: The largest difference of a step's loss between flashtune and SDPA.
-        noise: The same between two SDPA backends.
-        tolerance: The largest allowed difference.
-        runs: The results of each implementation.
-    """
-
-    device: str
-    torch: str
-    triton: str
-    setting: Setting
-    parameters: int
-    floor: float
-    difference: float
-    noise: float
-    tolerance: float
-    runs: tuple[Run, ...]
+    device: str  # The GPU, or the CPU.
+    torch: str  # Its version.
+    triton: str  # Its version.
+    setting: Setting  # The common setting of all runs.
+    parameters: int  # Number of weights of the model.
+    floor: float  # The approximate entropy of the data, the lowest possible loss.
+    difference: float  # The largest difference of a step's loss between flashtune and SDPA.
+    noise: float  # The same between two SDPA backends.
+    tolerance: float  # The largest allowed difference.
+    runs: tuple[Run, ...]  # The results of each implementation.
 
 
 def difference(run: Run, other: Run) -> float:

@@ -1,7 +1,5 @@
 """Trains with one attention implementation: losses, times of steps and peak memory."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import time
@@ -21,57 +19,34 @@ LEFT_OUT = 10
 
 
 class Setting(msgspec.Struct, frozen=True):
-    """The common setting of all runs.
+    """The common setting of all runs."""
 
-    Attributes:
-        shape: Sizes of the model.
-        steps: Number of steps.
-        batch: Sequences per step.
-        rate: Learning rate after the warm-up.
-        seed: Seed of weights and data.
-        checkpointing: Whether the backward pass computes blocks again.
-        compiled: Whether to use torch.compile.
-    """
-
-    shape: Shape
-    steps: int
-    batch: int
-    rate: float
-    seed: int = 1
-    checkpointing: bool = False
-    compiled: bool = False
+    shape: Shape  # Sizes of the model.
+    steps: int  # Number of steps.
+    batch: int  # Sequences per step.
+    rate: float  # Learning rate after the warm-up.
+    seed: int = 1  # Seed of weights and data.
+    checkpointing: bool = False  # Whether the backward pass computes blocks again.
+    compiled: bool = False  # Whether to use torch.compile.
 
 
 class Way(msgspec.Struct, frozen=True):
-    """An attention implementation.
+    """An attention implementation."""
 
-    Attributes:
-        name: Its name.
-        attend: The attention of the layers.
-        around: Returns a context for the whole run.
-        dropout_seed: Seed of torch's generator. Implementations draw from it differently.
-    """
-
-    name: str
-    attend: Attend
+    name: str  # Its name.
+    attend: Attend  # The attention of the layers.
+    # Returns a context for the whole run.
     around: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
-    dropout_seed: int = 1
+    dropout_seed: int = 1  # Seed of torch's generator. Implementations draw from it differently.
 
 
 class Run(msgspec.Struct, frozen=True):
-    """The results of one implementation.
+    """The results of one implementation."""
 
-    Attributes:
-        name: The implementation.
-        losses: Loss of each step, in nats per token.
-        step_ms: Time of each step in ms, with a synchronisation.
-        peak_bytes: Peak memory of torch's allocator without the data; 0 without a GPU.
-    """
-
-    name: str
-    losses: tuple[float, ...]
-    step_ms: tuple[float, ...]
-    peak_bytes: int
+    name: str  # The implementation.
+    losses: tuple[float, ...]  # Loss of each step, in nats per token.
+    step_ms: tuple[float, ...]  # Time of each step in ms, with a synchronisation.
+    peak_bytes: int  # Peak memory of torch's allocator without the data; 0 without a GPU.
 
 
 def train(way: Way, setting: Setting, tokens: Tensor, device: torch.device) -> Run:

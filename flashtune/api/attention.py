@@ -1,7 +1,5 @@
 """`attention` for dense tensors."""
 
-from __future__ import annotations
-
 from typing import Any, Literal, Unpack, overload
 
 from torch import Tensor

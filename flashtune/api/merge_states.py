@@ -4,8 +4,6 @@ Paged attention reads a common prefix of all sequences once. All queries attend 
 and each to its own suffix. Both results are merged.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 

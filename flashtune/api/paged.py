@@ -1,7 +1,5 @@
 """`attention_paged` and its plan: attention with a paged KV cache, for decoding and chunked prefill."""
 
-from __future__ import annotations
-
 from typing import Literal, Unpack, overload
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """`plan` and the plans of all calls: calls prepared in advance, for serving loops and CUDA graphs."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, Literal, TypeVar, Unpack, cast, overload

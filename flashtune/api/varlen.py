@@ -1,7 +1,5 @@
 """`attention_varlen` and its plan: sequences of different lengths, packed without padding."""
 
-from __future__ import annotations
-
 from typing import Literal, Unpack, overload
 
 from torch import Tensor

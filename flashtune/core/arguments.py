@@ -1,7 +1,5 @@
 """Checks of single arguments: numbers, flags, names. Each error is one sentence of bounded length."""
 
-from __future__ import annotations
-
 import numbers
 from collections.abc import Callable
 from typing import Any, TypeVar

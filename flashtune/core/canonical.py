@@ -4,8 +4,6 @@ Calls with the same computation get the same problem: a window that hides no key
 window of 4,096 keys then uses the kernels without a window on shorter sequences.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import msgspec

@@ -1,7 +1,5 @@
 """`Config`: one point of a family's search space. `Space` and `Axis` define the space."""
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -53,20 +51,15 @@ def _plain(value: AxisValue) -> int | str:
 
 
 class Axis(msgspec.Struct, frozen=True):
-    """One tunable parameter.
+    """One tunable parameter."""
 
-    Attributes:
-        name: The config's field.
-        values: All values, in ascending order if they have an order.
-        ordered: Whether neighbouring values are similar, as for block sizes but not for enums. The surrogate
-            then uses their positions.
-        only_if: Returns whether the axis is searched, given the values of earlier axes. If it is not, the
-            field has the value `values[0]`.
-    """
-
-    name: str
-    values: tuple[AxisValue, ...]
+    name: str  # The config's field.
+    values: tuple[AxisValue, ...]  # All values, in ascending order if they have an order.
+    # Whether neighbouring values are similar, as for block sizes but not for enums. The surrogate then uses
+    # their positions.
     ordered: bool = True
+    # Returns whether the axis is searched, given the values of earlier axes. If it is not, the field has the
+    # value `values[0]`.
     only_if: Callable[[dict[str, AxisValue]], bool] | None = None
 
     def is_active(self, chosen: dict[str, AxisValue]) -> bool:
@@ -75,17 +68,12 @@ class Axis(msgspec.Struct, frozen=True):
 
 
 class Space(msgspec.Struct, frozen=True):
-    """All configs of one family for one problem and target, before limits of memory apply.
+    """All configs of one family for one problem and target, before limits of memory apply."""
 
-    Attributes:
-        config_type: The family's `Config` subclass.
-        axes: The axes. Each depends only on earlier ones.
-        admits: Returns False for configs that cannot be fast, such as tiles that exceed the registers of
-            their warps. Such configs are not in the space.
-    """
-
-    config_type: type[Config]
-    axes: tuple[Axis, ...]
+    config_type: type[Config]  # The family's `Config` subclass.
+    axes: tuple[Axis, ...]  # The axes. Each depends only on earlier ones.
+    # Returns False for configs that cannot be fast, such as tiles that exceed the registers of their warps.
+    # Such configs are not in the space.
     admits: Callable[[Config], bool] = lambda config: True
 
     def build(self, values: dict[str, AxisValue]) -> Config:
@@ -132,18 +120,13 @@ class Space(msgspec.Struct, frozen=True):
 
 
 class LaunchOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Options of the compiler in addition to the source.
+    """Options of the compiler in addition to the source."""
 
-    Attributes:
-        num_warps: Warps of a CTA.
-        num_stages: Depth of the software pipeline.
-        maxnreg: Register cap; 0 means none.
-        early: Whether the kernel may start before the preceding kernel ends (programmatic dependent launch).
-            It then waits for that kernel's results itself. Left out of digests if unset.
-    """
-
-    num_warps: Warps
-    num_stages: Stages
+    num_warps: Warps  # Warps of a CTA.
+    num_stages: Stages  # Depth of the software pipeline.
+    # Register cap; 0 means none.
     # Digests of kernels have the name of the first versions.
     maxnreg: RegisterCap = msgspec.field(name="max_registers", default=0)
+    # Whether the kernel may start before the preceding kernel ends (programmatic dependent launch). It then
+    # waits for that kernel's results itself. Left out of digests if unset.
     early: Literal[True] | msgspec.UnsetType = msgspec.UNSET

@@ -1,7 +1,5 @@
 """The errors that flashtune raises. Each is one sentence with the cause and the next step."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable
 

@@ -35,23 +35,18 @@ class Alignment(enum.IntEnum):
 
 
 class Specialization(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Assumptions of a kernel about its tensors.
+    """Assumptions of a kernel about its tensors."""
 
-    Attributes:
-        alignment: Alignment class of pointers and strides.
-        index_bits: Width of strides and offsets; 64 where an offset exceeds 2^31 - 1 elements.
-        lse: Whether the log-sum-exp of each row is written. In a backward pass, whether there is a gradient
-            of the log-sum-exp.
-        copies_bias: False if TMA cannot copy the additive bias, otherwise unset.
-        constant_bias: True in a backward pass that does not write the gradient of the additive bias,
-            otherwise unset.
-    """
-
-    alignment: Alignment = Alignment.SIXTEEN
+    alignment: Alignment = Alignment.SIXTEEN  # Alignment class of pointers and strides.
+    # Width of strides and offsets; 64 where an offset exceeds 2^31 - 1 elements.
     index_bits: Annotated[int, msgspec.Meta(ge=32, le=64, multiple_of=32)] = 32
+    # Whether the log-sum-exp of each row is written. In a backward pass, whether there is a gradient of the
+    # log-sum-exp.
     lse: bool = False
+    # False if TMA cannot copy the additive bias, otherwise unset.
     # Unset in stored kernels, so that their digests do not change.
     copies_bias: bool | msgspec.UnsetType = msgspec.UNSET
+    # True in a backward pass that does not write the gradient of the additive bias, otherwise unset.
     constant_bias: bool | msgspec.UnsetType = msgspec.UNSET
 
     def takes_descriptors(self, dtype: Dtype) -> bool:
@@ -73,47 +68,33 @@ class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
     A prologue fills the workspace. Its grid and integers come from the module's `prologue_plan`. An epilogue
     computes the output from the workspaces; its plan is `epilogue_plan`. Both take the arguments of
     `launch_plan`. In a backward pass, each step takes the tensors that its arguments name.
-
-    Attributes:
-        entry: Name of the jitted function in the source.
-        arguments: Run-time arguments in order. For a prologue: v, workspace, integers. For an epilogue: out,
-            lse, workspaces, integers.
-        options: Launch options of the compiler.
-        before: The step before a prologue, if any. Its plan is the module's `first_plan`.
     """
 
-    entry: str
+    entry: str  # Name of the jitted function in the source.
+    # Run-time arguments in order. For a prologue: v, workspace, integers. For an epilogue: out, lse,
+    # workspaces, integers.
     arguments: tuple[Argument, ...]
-    options: LaunchOptions
+    options: LaunchOptions  # Launch options of the compiler.
+    # The step before a prologue, if any. Its plan is the module's `first_plan`.
     before: Step | None = None
 
 
 # `omit_defaults` keeps digests unchanged when an optional field is added; `dict` holds the cached digest.
 class Kernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, dict=True):
-    """Rendered source for a family, a problem's static features and a config, and its specialization.
-
-    Attributes:
-        entry: Name of the jitted function in the source.
-        source: The rendered Python file.
-        arguments: Run-time arguments in order: q, k, v, out, lse, extra inputs (by their names in
-            `ExtraInputs`), workspaces, scale, numbers of `ExtraInputs` if any, integers. Tensor descriptors
-            replace q, k, v, out and the prologue's output if the kernel uses TMA. In a backward pass: names
-            of `BackwardTensors` and `ExtraInputs`, and `workspace_0` and so on, in any order, then integers.
-            Descriptors are first.
-        options: Launch options of the compiler.
-        specialization: Assumptions about the tensors.
-        prologue: The kernel that is launched before it, if any.
-        epilogue: The kernel that is launched after it, if any.
-    """
+    """Rendered source for a family, a problem's static features and a config, and its specialization."""
 
     family: str
-    entry: str
-    source: str
+    entry: str  # Name of the jitted function in the source.
+    source: str  # The rendered Python file.
+    # Run-time arguments in order: q, k, v, out, lse, extra inputs (by their names in `ExtraInputs`),
+    # workspaces, scale, numbers of `ExtraInputs` if any, integers. Tensor descriptors replace q, k, v, out
+    # and the prologue's output if the kernel uses TMA. In a backward pass: names of `BackwardTensors` and
+    # `ExtraInputs`, and `workspace_0` and so on, in any order, then integers. Descriptors are first.
     arguments: tuple[Argument, ...]
-    options: LaunchOptions
-    specialization: Specialization
-    prologue: Step | None = None
-    epilogue: Step | None = None
+    options: LaunchOptions  # Launch options of the compiler.
+    specialization: Specialization  # Assumptions about the tensors.
+    prologue: Step | None = None  # The kernel that is launched before it, if any.
+    epilogue: Step | None = None  # The kernel that is launched after it, if any.
 
     @property
     def takes_descriptors(self) -> bool:
@@ -172,10 +153,9 @@ class Kernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
 def specialization_of(tensors: tuple[Tensor, ...], lse: bool, bias: Tensor | None = None) -> Specialization:
     """Returns the narrowest specialization that is valid for some tensors.
 
-    Args:
-        tensors: q, k, v and out as [batch, heads, seqlen, head_dim], last dimension contiguous.
-        lse: Whether the log-sum-exp is needed.
-        bias: The attention bias or mask. Its strides need no alignment, but offsets must reach its end.
+    `tensors` are q, k, v and out as [batch, heads, seqlen, head_dim], last dimension contiguous. `lse` is
+    whether the log-sum-exp is needed. Strides of the bias or mask need no alignment, but offsets must reach
+    its end.
     """
     combined = int(Alignment.SIXTEEN)
     pointers = 0

@@ -1,7 +1,5 @@
 """Orders of the dimensions of a call's tensors, and their element types in torch."""
 
-from __future__ import annotations
-
 import enum
 
 import torch

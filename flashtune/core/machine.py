@@ -4,8 +4,6 @@ Such a failure gives no information about the kernel, so no result is stored for
 installed packages are read here too, also of packages without metadata: vendored, frozen, or in an archive.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import importlib.util
@@ -109,9 +107,7 @@ def variable(name: str) -> str:
 def user_path(text: str, source: str) -> Path:
     """Returns the absolute path that a user named, with `~` expanded.
 
-    Args:
-        text: The path.
-        source: The option or variable that has it, for errors.
+    `source` is the option or variable that has it, for errors.
     """
     if CONTROL_CODES.search(text):
         raise UsageError(f"{source} has control codes: write a path of printable text")
@@ -175,17 +171,11 @@ def temporary_folder() -> Path:
 
 
 class WrittenFolder(NamedTuple):
-    """A folder to which a compilation writes.
+    """A folder to which a compilation writes."""
 
-    Attributes:
-        what: A description, such as `the Triton cache`.
-        where: Returns the folder.
-        variable: The environment variable that sets the folder.
-    """
-
-    what: str
-    where: Callable[[], Path]
-    variable: str
+    what: str  # A description, such as `the Triton cache`.
+    where: Callable[[], Path]  # Returns the folder.
+    variable: str  # The environment variable that sets the folder.
 
 
 WRITTEN_FOLDERS = (

@@ -1,7 +1,5 @@
 """`Record`: the resources, verdict and measurement of a candidate; `Selection`; ties of measurements."""
 
-from __future__ import annotations
-
 import enum
 import math
 from typing import Annotated
@@ -58,46 +56,29 @@ class VerificationStatus(enum.StrEnum):
 
 
 class Resources(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The compiler's report on a kernel for a target.
+    """The compiler's report on a kernel for a target."""
 
-    Attributes:
-        sram_bytes: Shared memory per CTA.
-        tensor_memory_columns: Columns of tensor memory (sm_100), otherwise 0.
-        registers: Registers per thread; of the main kernel, if a launch has several.
-        spill_bytes: Local memory per thread, in bytes.
-        serialized_wgmma: Whether ptxas serialised asynchronous matrix instructions (WGMMA).
-        compile_seconds: Wall clock of the compilation.
-        warps: Warps of a CTA if the compiler added some: warp-specialised kernels run producers in additional
-            warps.
-    """
-
-    sram_bytes: NonNegative
-    tensor_memory_columns: NonNegative = 0
-    registers: NonNegative = 0
-    spill_bytes: NonNegative = 0
+    sram_bytes: NonNegative  # Shared memory per CTA.
+    tensor_memory_columns: NonNegative = 0  # Columns of tensor memory (sm_100), otherwise 0.
+    registers: NonNegative = 0  # Registers per thread; of the main kernel, if a launch has several.
+    spill_bytes: NonNegative = 0  # Local memory per thread, in bytes.
+    # Whether ptxas serialised asynchronous matrix instructions (WGMMA).
     serialized_wgmma: bool = False
-    compile_seconds: Seconds = 0.0
+    compile_seconds: Seconds = 0.0  # Wall clock of the compilation.
+    # Warps of a CTA if the compiler added some: warp-specialised kernels run producers in additional warps.
     # Omitted from stored records if unset, so that the hashes of older records stay the same.
     warps: NonNegative | msgspec.UnsetType = msgspec.UNSET
 
 
 class Verdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How a kernel's results compare with a float64 reference.
+    """How a kernel's results compare with a float64 reference."""
 
-    Attributes:
-        passed: Whether every check passed.
-        worst_ratio: The largest ratio of a row's error to its tolerance (1.0 is the limit).
-        checks: The number of compared problems and probes.
-        failed: Name of the first check that failed, empty if none failed.
-        device: The GPU's name, or `interpreter`.
-        probes: The probes that passed, and `delays` if schedule fuzzing passed too. Unset if one failed.
-    """
-
-    passed: bool
-    worst_ratio: float
-    checks: NonNegative
-    failed: ShortText
-    device: ShortText
+    passed: bool  # Whether every check passed.
+    worst_ratio: float  # The largest ratio of a row's error to its tolerance (1.0 is the limit).
+    checks: NonNegative  # The number of compared problems and probes.
+    failed: ShortText  # Name of the first check that failed, empty if none failed.
+    device: ShortText  # The GPU's name, or `interpreter`.
+    # The probes that passed, and `delays` if schedule fuzzing passed too. Unset if one failed.
     # Omitted from stored records if unset, like `Resources.warps`.
     probes: Annotated[tuple[ShortText, ...], msgspec.Meta(max_length=32)] | msgspec.UnsetType = msgspec.UNSET
 
@@ -128,24 +109,16 @@ class SharedTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Measurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """GPU time of one kernel at one problem, cold L2, in ms.
+    """GPU time of one kernel at one problem, cold L2, in ms."""
 
-    Attributes:
-        ms: Median.
-        p20: 20th percentile.
-        p80: 80th percentile.
-        throttled: Whether the clock was throttled during sampling.
-        peers: Other implementations timed in the same run.
-        shared: Times with a shared mask, for a problem that SDPA computes with a mask. The other times have a
-            separate mask for each sequence, head and row.
-    """
-
-    ms: Milliseconds
-    p20: Milliseconds
-    p80: Milliseconds
+    ms: Milliseconds  # Median.
+    p20: Milliseconds  # 20th percentile.
+    p80: Milliseconds  # 80th percentile.
     samples: NonNegative
-    throttled: bool = False
-    peers: tuple[PeerTime, ...] = ()
+    throttled: bool = False  # Whether the clock was throttled during sampling.
+    peers: tuple[PeerTime, ...] = ()  # Other implementations timed in the same run.
+    # Times with a shared mask, for a problem that SDPA computes with a mask. The other times have a separate
+    # mask for each sequence, head and row.
     # Omitted from stored records if unset, like `Resources.warps`.
     shared: tuple[SharedTime, ...] | msgspec.UnsetType = msgspec.UNSET
 
@@ -221,18 +194,12 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class TransferEstimate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The estimated times that led to the config of an untuned shape.
+    """The estimated times that led to the config of an untuned shape."""
 
-    Attributes:
-        ms: The estimated time of the config.
-        nearest: The record of the nearest tuned shape.
-        nearest_ms: The estimated time of that record's config.
-        peers: The estimated times of other implementations that were timed at such shapes.
-    """
-
-    ms: Milliseconds
-    nearest: Record
-    nearest_ms: Milliseconds
+    ms: Milliseconds  # The estimated time of the config.
+    nearest: Record  # The record of the nearest tuned shape.
+    nearest_ms: Milliseconds  # The estimated time of that record's config.
+    # The estimated times of other implementations that were timed at such shapes.
     peers: tuple[PeerTime, ...] = ()
 
 

@@ -4,8 +4,6 @@ Modules ask `SESSION` for their caches by name when they are imported. A cache i
 keeps, so that a look-up is as fast as possible. Entries are added by `keep`.
 """
 
-from __future__ import annotations
-
 import functools
 import threading
 from collections.abc import Callable

@@ -35,37 +35,22 @@ class PeakFlops(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Properties of one GPU.
+    """Properties of one GPU."""
 
-    Attributes:
-        name: Marketing name in lower case with dashes, such as `nvidia-h200`.
-        arch: Compiler architecture: `sm_90`, `gfx942`.
-        sram_per_block: The largest shared memory of one CTA (opt-in), in bytes.
-        sram_per_sm: Shared memory of one SM, in bytes.
-        registers_per_sm: 32-bit registers of one SM.
-        threads_per_sm: Resident threads of one SM.
-        tensor_memory_columns: Columns of tensor memory (sm_100: 512), 0 without tensor memory.
-        sm_count: Number of SMs (compute units on AMD).
-        l2_bytes: Last-level cache, in bytes.
-        hbm_bandwidth: Device memory bandwidth from the datasheet, in GB/s.
-        clock_mhz: Boost clock.
-        peak: Dense peak rates, in TFLOP/s.
-        warp_size: Threads of a warp (64 on CDNA).
-    """
-
-    name: TargetName
-    arch: ArchName
-    sram_per_block: Count
-    sram_per_sm: Count
-    registers_per_sm: Count
-    threads_per_sm: Count
+    name: TargetName  # Marketing name in lower case with dashes, such as `nvidia-h200`.
+    arch: ArchName  # Compiler architecture: `sm_90`, `gfx942`.
+    sram_per_block: Count  # The largest shared memory of one CTA (opt-in), in bytes.
+    sram_per_sm: Count  # Shared memory of one SM, in bytes.
+    registers_per_sm: Count  # 32-bit registers of one SM.
+    threads_per_sm: Count  # Resident threads of one SM.
+    # Columns of tensor memory (sm_100: 512), 0 without tensor memory.
     tensor_memory_columns: Annotated[int, msgspec.Meta(ge=0, le=2**16)]
-    sm_count: Annotated[int, msgspec.Meta(ge=1, le=2**16)]
-    l2_bytes: Count
-    hbm_bandwidth: Rate
-    clock_mhz: Count
-    peak: PeakFlops
-    warp_size: Annotated[int, msgspec.Meta(ge=1, le=128)] = 32
+    sm_count: Annotated[int, msgspec.Meta(ge=1, le=2**16)]  # Number of SMs (compute units on AMD).
+    l2_bytes: Count  # Last-level cache, in bytes.
+    hbm_bandwidth: Rate  # Device memory bandwidth from the datasheet, in GB/s.
+    clock_mhz: Count  # Boost clock.
+    peak: PeakFlops  # Dense peak rates, in TFLOP/s.
+    warp_size: Annotated[int, msgspec.Meta(ge=1, le=128)] = 32  # Threads of a warp (64 on CDNA).
 
     @property
     def is_listed(self) -> bool:

@@ -68,18 +68,12 @@ class Backend(enum.StrEnum):
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """The backend of a request and the reason.
+    """The backend of a request and the reason."""
 
-    Attributes:
-        backend: The backend.
-        reason: The reason as one clause.
-        target: The GPU, or None if it does not matter.
-        selection: The record that was found for the request, or None if none was looked up.
-    """
-
-    backend: Backend
-    reason: str
-    target: Target | None = None
+    backend: Backend  # The backend.
+    reason: str  # The reason as one clause.
+    target: Target | None = None  # The GPU, or None if it does not matter.
+    # The record that was found for the request, or None if none was looked up.
     selection: Selection | None = None
 
     @property

@@ -1,7 +1,5 @@
 """Compares the times of selections, measured or estimated, with those of the baselines."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -166,21 +164,13 @@ def shared_time(record: Record, sharing: MaskSharing | None) -> SharedTime | Non
 
 
 class _Times(NamedTuple):
-    """Times of one pass, in ms.
+    """Times of one pass, in ms."""
 
-    Attributes:
-        ms: Time of the selection.
-        is_forecast: Whether the times are estimates.
-        peers: Times of the baselines by name.
-        scores: Size of all scores of the measured shape, in bytes.
-        unfused_ms: Time of the unfused computation at the measured shape.
-    """
-
-    ms: float
-    is_forecast: bool
-    peers: dict[str, float]
-    scores: int
-    unfused_ms: float
+    ms: float  # Time of the selection.
+    is_forecast: bool  # Whether the times are estimates.
+    peers: dict[str, float]  # Times of the baselines by name.
+    scores: int  # Size of all scores of the measured shape, in bytes.
+    unfused_ms: float  # Time of the unfused computation at the measured shape.
 
 
 def _times(selection: Selection, sharing: MaskSharing | None = None) -> _Times | None:

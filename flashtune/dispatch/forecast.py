@@ -11,8 +11,6 @@ A head dim without tuned shapes is computed in tiles of the next wider one, and 
 equally fast. The ranking of configs, and their comparison with SDPA, are therefore assumed to be the same.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -4,8 +4,6 @@ The order is: the user's database, the shipped table, the tuned config with the 
 shapes, and a family's default config.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator

@@ -8,8 +8,6 @@ only one of them.
 A hidden key with NaN or infinity makes SDPA's result NaN. The host cannot detect this.
 """
 
-from __future__ import annotations
-
 import functools
 
 import torch

@@ -1,7 +1,5 @@
 """Distances between shapes, and the nearest tuned shape of an untuned one."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 

@@ -3,8 +3,6 @@
 The schedule has one program per tile, as in SDPA's kernels. Measured times correct it.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Iterable

@@ -4,8 +4,6 @@ They are read once per process and GPU. Decisions therefore do not change within
 read the same tables agree.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 
 import msgspec

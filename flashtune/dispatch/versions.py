@@ -1,7 +1,5 @@
 """The installed versions of flashtune, torch, Triton and the driver, under which records are valid."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 

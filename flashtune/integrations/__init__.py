@@ -6,8 +6,6 @@ a worker thread. The functions for flash_attn and the backends for servers raise
 flashtune does not compute.
 """
 
-from __future__ import annotations
-
 
 def wait(timeout: float | None = None) -> bool:
     """Waits until the kernels of all earlier calls are prepared.

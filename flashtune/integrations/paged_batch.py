@@ -1,7 +1,5 @@
 """Attention of one batch of a serving engine: new tokens of several sequences over a paged KV cache."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -17,20 +15,14 @@ Options = Mapping[str, Any]
 
 
 class PagedBatch(NamedTuple):
-    """The sequences of a batch. The host reads only the shapes of these tensors.
+    """The sequences of a batch. The host reads only the shapes of these tensors."""
 
-    Attributes:
-        block_table: Pages of each sequence, int32 [batch, max_pages].
-        seqlens_k: Keys of each sequence, including those of the new tokens: int32 [batch].
-        cu_seqlens_q: Offsets of the sequences' queries, int32 [batch + 1]. None if each has one query.
-        max_seqlen_q: Queries of the longest sequence, or more.
-        is_fresh: Whether no sequence has keys before its new tokens, by lengths on the host.
-    """
-
-    block_table: Tensor
-    seqlens_k: Tensor
+    block_table: Tensor  # Pages of each sequence, int32 [batch, max_pages].
+    seqlens_k: Tensor  # Keys of each sequence, including those of the new tokens: int32 [batch].
+    # Offsets of the sequences' queries, int32 [batch + 1]. None if each has one query.
     cu_seqlens_q: Tensor | None
-    max_seqlen_q: int = 1
+    max_seqlen_q: int = 1  # Queries of the longest sequence, or more.
+    # Whether no sequence has keys before its new tokens, by lengths on the host.
     is_fresh: bool = False
 
 

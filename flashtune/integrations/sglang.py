@@ -9,8 +9,6 @@ It is not in SGLang's list of deterministic backends: other requests of a batch 
 result. The number of splits of the keys depends on the batch and its longest sequence.
 """
 
-from __future__ import annotations
-
 from flashtune.core.errors import UsageError
 from flashtune.core.notices import warn_once
 from flashtune.integrations.host_library import host_attribute

@@ -3,8 +3,6 @@
 `ServingBackend` has no base class. Its subclass that extends SGLang's is made when it is first used.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any, NamedTuple
 
@@ -50,17 +48,12 @@ def make_backend(runner: ModelRunner) -> Any:
 
 
 class Metadata(NamedTuple):
-    """One batch.
+    """One batch."""
 
-    Attributes:
-        batch: The sequences over the cache.
-        window_table: The block table of layers with a window, if they have a pool of their own.
-        window_slots: The slots of the new tokens in that pool.
-    """
-
-    batch: PagedBatch
+    batch: PagedBatch  # The sequences over the cache.
+    # The block table of layers with a window, if they have a pool of their own.
     window_table: Tensor | None = None
-    window_slots: Tensor | None = None
+    window_slots: Tensor | None = None  # The slots of the new tokens in that pool.
 
 
 class ServingBackend:

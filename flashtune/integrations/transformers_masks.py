@@ -12,8 +12,6 @@ is one of these:
 No function here waits for the GPU.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -37,18 +35,13 @@ bias_mask: Callable[..., Tensor] | None = None
 
 
 class Structure(NamedTuple):
-    """The keys that a query sees, by their positions.
+    """The keys that a query sees, by their positions."""
 
-    Attributes:
-        causal: Whether keys after the query's position are hidden.
-        left: Number of visible keys before the query's position; None means all.
-        right: Number of visible keys after it, without a causal mask; None means all.
-        segments: The number of each token's sequence, int [batch, seqlen], if sequences are packed.
-    """
-
-    causal: bool = False
-    left: int | None = None
+    causal: bool = False  # Whether keys after the query's position are hidden.
+    left: int | None = None  # Number of visible keys before the query's position; None means all.
+    # Number of visible keys after it, without a causal mask; None means all.
     right: int | None = None
+    # The number of each token's sequence, int [batch, seqlen], if sequences are packed.
     segments: Tensor | None = None
 
     @property

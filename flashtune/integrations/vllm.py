@@ -6,8 +6,6 @@ backend is then selected by name:
     vllm serve MODEL --attention-backend FLASHTUNE
 """
 
-from __future__ import annotations
-
 from flashtune.core.errors import UsageError
 from flashtune.core.notices import warn_once
 from flashtune.integrations.host_library import host_attribute

@@ -6,13 +6,11 @@ The classes here have no base classes. Their subclasses that extend vLLM's are m
 # vLLM passes more to some methods than they need.
 # ruff: noqa: ARG002, ARG003, ARG004
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,12 +31,10 @@ from flashtune.integrations.vllm import LEAST, NAME
 from flashtune.kv_cache.append import append_rows
 from flashtune.kv_cache.layout import Pool
 from flashtune.recording.callers import called_by
+from flashtune.request.call import Call
 from flashtune.runtime.call_cache import write_call
 from flashtune.runtime.torch_modes import is_tracing, runs_eagerly
 from flashtune.runtime.torch_ops import attend
-
-if TYPE_CHECKING:
-    from flashtune.request.call import Call
 
 # Objects of vLLM.
 Capability = Any
@@ -169,37 +165,25 @@ class Configurations:
 
 
 class Part(NamedTuple):
-    """Some sequences of a batch, which one call computes.
+    """Some sequences of a batch, which one call computes."""
 
-    Attributes:
-        first: The first of their tokens.
-        batch: The sequences over the paged cache.
-    """
-
-    first: int
-    batch: PagedBatch
+    first: int  # The first of their tokens.
+    batch: PagedBatch  # The sequences over the paged cache.
 
 
 # vLLM copies the fields of this class and sets others, so it is neither frozen nor a tuple.
 @dataclass
 class Metadata:
-    """One batch, shared by all layers of a group.
+    """One batch, shared by all layers of a group."""
 
-    Attributes:
-        num_actual_tokens: Tokens without padding. Their queries come first.
-        starts: Offsets of the sequences' queries, int32 [batch + 1].
-        max_query_len: Queries of the longest sequence, or more.
-        parts: Sequences that decode, and the others. A single part if the host may not distinguish them.
-        slot_mapping: Slots of the new keys, int64 [tokens]. vLLM replaces it for cross-attention.
-        causal: Whether queries see no later keys.
-    """
-
-    num_actual_tokens: int
-    starts: Tensor
-    max_query_len: int
+    num_actual_tokens: int  # Tokens without padding. Their queries come first.
+    starts: Tensor  # Offsets of the sequences' queries, int32 [batch + 1].
+    max_query_len: int  # Queries of the longest sequence, or more.
+    # Sequences that decode, and the others. A single part if the host may not distinguish them.
     parts: tuple[Part, ...]
+    # Slots of the new keys, int64 [tokens]. vLLM replaces it for cross-attention.
     slot_mapping: Tensor
-    causal: bool
+    causal: bool  # Whether queries see no later keys.
 
 
 class BatchBuilder:

@@ -12,8 +12,6 @@ step of the final scale instead of half a step: each step is twice the previous 
 On a GPU and in Triton's interpreter a kernel does this. This module does it for tensors on the CPU.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

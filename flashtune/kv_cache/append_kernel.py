@@ -13,8 +13,6 @@ Notation
 # Triton compiles code after an `if` that returns, so `else` is necessary. Only NaN differs from itself.
 # ruff: noqa: ANN001, ANN201, PLR0124, RET505
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

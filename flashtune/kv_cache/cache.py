@@ -1,7 +1,5 @@
 """`PagedKVCache`: keys and values of many growing sequences, in shared pages."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -11,13 +11,12 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from flashtune.core.features.records import NO_EXTRA_INPUTS, NUMBERS, ExtraInputs
 from flashtune.launch.launcher import Queue, current_device, current_stream
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from flashtune.launch.tma_descriptors import DescriptorArguments
     from flashtune.launch.workspaces import Allocate, Workspaces
 
@@ -30,17 +29,12 @@ address_of = torch.Tensor.data_ptr
 
 
 class Stage(NamedTuple):
-    """One kernel of a launch.
+    """One kernel of a launch."""
 
-    Attributes:
-        queue: Its binary, grid and integers.
-        names: The names of its arguments, without descriptors (first) and integers (last).
-        described: Whether it takes the descriptors of the launch.
-    """
-
-    queue: Queue
+    queue: Queue  # Its binary, grid and integers.
+    # The names of its arguments, without descriptors (first) and integers (last).
     names: tuple[str, ...]
-    described: bool = False
+    described: bool = False  # Whether it takes the descriptors of the launch.
 
 
 def launch_of(

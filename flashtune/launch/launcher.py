@@ -4,8 +4,6 @@ Triton's launcher is a Python object that checks for scratch memory in every cal
 driver are constant. So they are recorded once, and later calls bypass the launcher.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable
@@ -27,23 +25,14 @@ current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStr
 
 
 class Queue(NamedTuple):
-    """A function that queues a kernel, and its constant arguments.
+    """A function that queues a kernel, and its constant arguments."""
 
-    Attributes:
-        launch: The function.
-        before: Arguments before the stream.
-        after: Arguments after the stream and before the kernel's own.
-        as_one: Whether the kernel's own arguments are passed as one sequence.
-        integers: The kernel's last arguments.
-        binary: The loaded kernel. Triton 3.9 unloads a binary without references.
-    """
-
-    launch: Callable[..., None]
-    before: tuple[Any, ...]
-    after: tuple[Any, ...]
-    as_one: bool
-    integers: tuple[int, ...] = ()
-    binary: object = None
+    launch: Callable[..., None]  # The function.
+    before: tuple[Any, ...]  # Arguments before the stream.
+    after: tuple[Any, ...]  # Arguments after the stream and before the kernel's own.
+    as_one: bool  # Whether the kernel's own arguments are passed as one sequence.
+    integers: tuple[int, ...] = ()  # The kernel's last arguments.
+    binary: object = None  # The loaded kernel. Triton 3.9 unloads a binary without references.
 
 
 def load(compiled: Any, device: torch.device) -> Callable[..., None]:

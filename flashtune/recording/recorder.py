@@ -44,14 +44,10 @@ _recordings: list[Recording] = []
 
 
 class CallCount(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The number of calls of one problem.
-
-    Attributes:
-        specialization: The specialization that its tensors allowed.
-    """
+    """The number of calls of one problem."""
 
     problem: Problem
-    specialization: Specialization
+    specialization: Specialization  # The specialization that its tensors allowed.
     calls: Annotated[int, msgspec.Meta(ge=1, le=MAX_CALLS)]
 
 

@@ -1,7 +1,5 @@
 """Checks of single arguments of a call, and their conversion. All errors are of type `ProblemError`."""
 
-from __future__ import annotations
-
 import enum
 from typing import TypeVar
 

@@ -1,7 +1,5 @@
 """Types of inputs under `torch.autocast`, which are those of SDPA."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """`Call`: all arguments of one call of attention, of any entry point."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -38,39 +36,23 @@ PAGE_LAYOUTS = {"nhd": "bshd", "hnd": "bhsd"}
 
 
 class Options(NamedTuple):
-    """The options of a call except tensors and numbers for kernels; a part of the call cache's keys.
+    """The options of a call except tensors and numbers for kernels; a part of the call cache's keys."""
 
-    Attributes:
-        causal: The causal mask and its alignment, a value of `Causal`.
-        layout: The order of the dimensions of q and the output, a value of `Layout`.
-        kv_layout: The order of the dimensions of k and v.
-        return_lse: Whether to return the log-sum-exp.
-        prefer: Whether another implementation may serve the call, a value of `Prefer`.
-        window_left: Number of visible keys before the query's own; None means all.
-        window_right: Number of visible keys after the query's own; None means all.
-        sink_tokens: Keys at the start that stay visible.
-        chunk: Keys per chunk; 0 means no chunks.
-        max_seqlen_q: Queries of the longest varlen sequence; 0 without varlen.
-        max_seqlen_k: Keys of the longest varlen sequence.
-        latent: Number of columns of k that are also v (MLA); 0 if v is a tensor.
-        deterministic: Whether gradients must be reproducible bit for bit.
-        block_size: Queries and keys of a block of the block mask; 0 without one.
-    """
-
-    causal: str = "none"
-    layout: str = "bhsd"
-    kv_layout: str = "bhsd"
-    return_lse: bool = False
+    causal: str = "none"  # The causal mask and its alignment, a value of `Causal`.
+    layout: str = "bhsd"  # The order of the dimensions of q and the output, a value of `Layout`.
+    kv_layout: str = "bhsd"  # The order of the dimensions of k and v.
+    return_lse: bool = False  # Whether to return the log-sum-exp.
+    # Whether another implementation may serve the call, a value of `Prefer`.
     prefer: str = "fastest"
-    window_left: Bound = None
-    window_right: Bound = None
-    sink_tokens: int = 0
-    chunk: int = 0
-    max_seqlen_q: int = 0
-    max_seqlen_k: int = 0
-    latent: int = 0
-    deterministic: bool = False
-    block_size: int = 0
+    window_left: Bound = None  # Number of visible keys before the query's own; None means all.
+    window_right: Bound = None  # Number of visible keys after the query's own; None means all.
+    sink_tokens: int = 0  # Keys at the start that stay visible.
+    chunk: int = 0  # Keys per chunk; 0 means no chunks.
+    max_seqlen_q: int = 0  # Queries of the longest varlen sequence; 0 without varlen.
+    max_seqlen_k: int = 0  # Keys of the longest varlen sequence.
+    latent: int = 0  # Number of columns of k that are also v (MLA); 0 if v is a tensor.
+    deterministic: bool = False  # Whether gradients must be reproducible bit for bit.
+    block_size: int = 0  # Queries and keys of a block of the block mask; 0 without one.
 
     @property
     def has_mask(self) -> bool:
@@ -79,25 +61,15 @@ class Options(NamedTuple):
 
 
 class Call(NamedTuple):
-    """One call: its tensors in the layouts of `options`, and all other arguments.
+    """One call: its tensors in the layouts of `options`, and all other arguments."""
 
-    Attributes:
-        q: Queries.
-        k: Keys, or pages of them.
-        v: Values. With MLA, k itself.
-        scale: Factor of the scores; None means the default.
-        options: All other arguments but the extra inputs.
-        side: Tensors and numbers that kernels take in addition to q, k, v and the scale.
-        shared_prefix: Number of first tokens that all sequences of a paged cache share.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    scale: float | None
-    options: Options
-    side: ExtraInputs
-    shared_prefix: int = 0
+    q: Tensor  # Queries.
+    k: Tensor  # Keys, or pages of them.
+    v: Tensor  # Values. With MLA, k itself.
+    scale: float | None  # Factor of the scores; None means the default.
+    options: Options  # All other arguments but the extra inputs.
+    side: ExtraInputs  # Tensors and numbers that kernels take in addition to q, k, v and the scale.
+    shared_prefix: int = 0  # Number of first tokens that all sequences of a paged cache share.
 
     @property
     def is_plain(self) -> bool:
@@ -268,14 +240,8 @@ def _record(
 ) -> Call:
     """Returns a call.
 
-    Args:
-        q: Queries.
-        k: Keys.
-        v: Values.
-        given: The keyword arguments of the entry point.
-        known: The keyword arguments that it has.
-        options: The options that do not come from `given` alone.
-        inputs: The extra inputs that do not come from `given` alone.
+    `given` are the keyword arguments of the call, `known` those that the entry point has. `options` and
+    `inputs` do not come from `given` alone.
     """
     for option, value in given.items():
         if option not in known:

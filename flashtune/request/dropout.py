@@ -6,8 +6,6 @@ tile size, and nothing is stored. The generator is counter-based (Salmon et al.,
 verification and tests.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

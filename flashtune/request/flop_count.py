@@ -1,7 +1,5 @@
 """Floating-point operations of calls, counted as `torch.utils.flop_counter` does for SDPA: without masks."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from flashtune.core.layouts import Layout

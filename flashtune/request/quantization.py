@@ -4,8 +4,6 @@ There is one float32 scale for each sequence and head. The value of a tensor is 
 scale.
 """
 
-from __future__ import annotations
-
 import functools
 
 import torch

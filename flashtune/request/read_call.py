@@ -1,7 +1,5 @@
 """The conversion of a call to a request, with all checks of its arguments."""
 
-from __future__ import annotations
-
 import torch
 
 from flashtune.core.arguments import read_scale

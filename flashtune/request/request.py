@@ -29,33 +29,21 @@ PREFERENCES = tuple(Prefer)
 
 
 class Request(msgspec.Struct, frozen=True):
-    """One valid call, without the values of its tensors and its scale.
+    """One valid call, without the values of its tensors and its scale."""
 
-    Attributes:
-        problem: The problem. With varlen sequences and pages, its numbers of tokens are rounded up.
-        device: The device of the tensors.
-        layout: The order of the dimensions of q and the output.
-        return_lse: Whether to return the log-sum-exp.
-        prefer: Whether SDPA may serve.
-        needs_grad: Whether autograd needs a backward pass of the call.
-        kv_layout: The order of the dimensions of k and v, as q's by default.
-        tokens: Number of query tokens of a varlen batch.
-        deterministic: Whether gradients must be reproducible bit for bit.
-        is_double: Whether the tensors are float64. No kernel takes them, and the problem then has fp32.
-        constant_bias: Whether the backward pass needs no gradient of the additive bias.
-    """
-
+    # The problem. With varlen sequences and pages, its numbers of tokens are rounded up.
     problem: Problem
-    device: torch.device
-    layout: Layout
-    return_lse: bool
-    prefer: Prefer
-    needs_grad: bool = False
-    kv_layout: Layout | None = None
-    tokens: int = 0
-    deterministic: bool = False
+    device: torch.device  # The device of the tensors.
+    layout: Layout  # The order of the dimensions of q and the output.
+    return_lse: bool  # Whether to return the log-sum-exp.
+    prefer: Prefer  # Whether SDPA may serve.
+    needs_grad: bool = False  # Whether autograd needs a backward pass of the call.
+    kv_layout: Layout | None = None  # The order of the dimensions of k and v, as q's by default.
+    tokens: int = 0  # Number of query tokens of a varlen batch.
+    deterministic: bool = False  # Whether gradients must be reproducible bit for bit.
+    # Whether the tensors are float64. No kernel takes them, and the problem then has fp32.
     is_double: bool = False
-    constant_bias: bool = False
+    constant_bias: bool = False  # Whether the backward pass needs no gradient of the additive bias.
 
     @property
     def forward(self) -> Request:

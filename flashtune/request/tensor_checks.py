@@ -1,7 +1,5 @@
 """Checks of single tensors, and of the extents and types that kernels take."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -45,18 +45,12 @@ saving_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 class Pair(NamedTuple):
-    """Both passes of one kind of call.
+    """Both passes of one kind of call."""
 
-    Attributes:
-        forward: Returns the output and the log-sum-exp.
-        backward: Returns the gradients of all inputs.
-        return_lse: Whether the call returns the log-sum-exp too.
-        is_traced: Whether the backward pass is an operator with its own autograd kernel.
-    """
-
-    forward: Executor
-    backward: ServeAll
-    return_lse: bool
+    forward: Executor  # Returns the output and the log-sum-exp.
+    backward: ServeAll  # Returns the gradients of all inputs.
+    return_lse: bool  # Whether the call returns the log-sum-exp too.
+    # Whether the backward pass is an operator with its own autograd kernel.
     is_traced: bool = False
 
 

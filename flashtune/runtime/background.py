@@ -1,7 +1,5 @@
 """One worker thread for the jobs of a process. The thread ends when there was no job for a while."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import ctypes

@@ -5,8 +5,6 @@ operator. Tracing selects the backend as far as shapes determine it. A baseline 
 operator, as if the program called it directly. Kernels are selected when the operators run.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Iterator

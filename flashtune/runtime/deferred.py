@@ -64,34 +64,24 @@ REPLACED = "the replaced operator"
 
 
 class Passes(NamedTuple):
-    """The executors of one kind of call.
+    """The executors of one kind of call."""
 
-    Attributes:
-        forward: The executor of the forward pass. With a backward pass it returns the log-sum-exp too.
-        backward: The executor of the backward pass, or None if the call needs none.
-        executor: The executor of the call, which is differentiable if the call needs gradients.
-    """
-
+    # The executor of the forward pass. With a backward pass it returns the log-sum-exp too.
     forward: Executor
+    # The executor of the backward pass, or None if the call needs none.
     backward: BackwardExecutor | None
+    # The executor of the call, which is differentiable if the call needs gradients.
     executor: Executor
 
 
 class BucketKey(NamedTuple):
-    """The properties of a call on which the kernels and their choice depend.
+    """The properties of a call on which the kernels and their choice depend."""
 
-    Attributes:
-        request: The request with rounded extents.
-        properties: Properties that the kernel of each pass may assume.
-        gradients: Names of the side inputs that require grad.
-        sharing: How the call's mask is shared.
-        usual: Name of the replaced operator in records, or None if it has no measurements.
-    """
-
-    request: Request
-    properties: tuple[Specialization, ...]
-    gradients: tuple[str, ...]
-    sharing: MaskSharing | None
+    request: Request  # The request with rounded extents.
+    properties: tuple[Specialization, ...]  # Properties that the kernel of each pass may assume.
+    gradients: tuple[str, ...]  # Names of the side inputs that require grad.
+    sharing: MaskSharing | None  # How the call's mask is shared.
+    # Name of the replaced operator in records, or None if it has no measurements.
     usual: str | None
 
     @property
@@ -105,17 +95,11 @@ class BucketKey(NamedTuple):
 
 
 class Known(NamedTuple):
-    """The tuned records of a device.
+    """The tuned records of a device."""
 
-    Attributes:
-        target: The device.
-        records: Its records.
-        extents: The batches and lengths of their problems.
-    """
-
-    target: Target
-    records: Tables
-    extents: frozenset[tuple[int, ...]]
+    target: Target  # The device.
+    records: Tables  # Its records.
+    extents: frozenset[tuple[int, ...]]  # The batches and lengths of their problems.
 
     def has(self, problem: Problem) -> bool:
         """Whether exactly this problem is tuned."""

@@ -4,8 +4,6 @@ Each is called as (q, k, v, scale) with tensors in the call's layouts. The scale
 means the default. Side inputs are the last argument, which problems without side inputs can omit.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable

@@ -12,49 +12,30 @@ if TYPE_CHECKING:
 
 
 class BackwardInputs(NamedTuple):
-    """The inputs of the backward pass of a call, in the call's layout.
+    """The inputs of the backward pass of a call, in the call's layout."""
 
-    Attributes:
-        q: Queries.
-        k: Keys.
-        v: Values.
-        out: The output.
-        lse: The log-sum-exp.
-        dout: The gradient of the output.
-        dlse: The gradient of the log-sum-exp, or None if the call does not return it.
-        scale: Factor of the scores, not negative. None means the default.
-        side: The extra inputs.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    out: Tensor
-    lse: Tensor
-    dout: Tensor
-    dlse: Tensor | None
-    scale: float | None
-    side: ExtraInputs = NO_EXTRA_INPUTS
+    q: Tensor  # Queries.
+    k: Tensor  # Keys.
+    v: Tensor  # Values.
+    out: Tensor  # The output.
+    lse: Tensor  # The log-sum-exp.
+    dout: Tensor  # The gradient of the output.
+    dlse: Tensor | None  # The gradient of the log-sum-exp, or None if the call does not return it.
+    scale: float | None  # Factor of the scores, not negative. None means the default.
+    side: ExtraInputs = NO_EXTRA_INPUTS  # The extra inputs.
 
 
 class Gradients(NamedTuple):
-    """Gradients of all inputs that may have one. Portable kernels do not write that of the sinks.
+    """Gradients of all inputs that may have one. Portable kernels do not write that of the sinks."""
 
-    Attributes:
-        dq: Gradient of q, in the call's layout and q's type.
-        dk: Gradient of k, likewise.
-        dv: Gradient of v, likewise.
-        dsinks: Gradient of the sinks, float32 [heads], or None. Kernels write [batch, heads].
-        dbias: Gradient of an additive bias in its type, [batch, heads, seqlen_q, seqlen_kv], or None.
-        dslopes: Gradient of the ALiBi slopes, float32 [batch, heads], or None.
-    """
-
-    dq: Tensor
-    dk: Tensor
-    dv: Tensor
+    dq: Tensor  # Gradient of q, in the call's layout and q's type.
+    dk: Tensor  # Gradient of k, likewise.
+    dv: Tensor  # Gradient of v, likewise.
+    # Gradient of the sinks, float32 [heads], or None. Kernels write [batch, heads].
     dsinks: Tensor | None = None
+    # Gradient of an additive bias in its type, [batch, heads, seqlen_q, seqlen_kv], or None.
     dbias: Tensor | None = None
-    dslopes: Tensor | None = None
+    dslopes: Tensor | None = None  # Gradient of the ALiBi slopes, float32 [batch, heads], or None.
 
 
 # Computes the backward passes of one kind of call.

@@ -72,16 +72,12 @@ def chosen(selection: Selection, target: Target, key: KernelKey) -> LoadedKernel
 
 
 class Pass(NamedTuple, Generic[Usable]):
-    """One pass of a request, with the functions that make its executors.
+    """One pass of a request, with the functions that make its executors."""
 
-    Attributes:
-        key: Returns the cache key of its kernel.
-        bind: Returns the executor of a kernel, bound to the strides of the call.
-        interpret: Returns the executor of a decision for Triton's interpreter.
-    """
-
-    key: Callable[[], KernelKey]
+    key: Callable[[], KernelKey]  # Returns the cache key of its kernel.
+    # Returns the executor of a kernel, bound to the strides of the call.
     bind: Callable[[LoadedKernel], Usable]
+    # Returns the executor of a decision for Triton's interpreter.
     interpret: Callable[[Decision], Usable]
 
     def known(self) -> Usable | None:

@@ -1,7 +1,5 @@
 """The library of this package's torch operators: one list makes all schemas, operands and calls."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any, get_type_hints

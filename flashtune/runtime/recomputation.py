@@ -1,7 +1,5 @@
 """Backward passes that compute the forward pass again, unfused."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 

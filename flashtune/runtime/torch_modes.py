@@ -1,7 +1,5 @@
 """Whether a call may bypass torch's dispatcher: no compiler, mode, transform or tensor subclass."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -6,8 +6,6 @@ other two have few operands, which costs less. A program that loads a saved grap
 this module first.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -54,19 +52,12 @@ AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.
 
 
 class Operator(NamedTuple):
-    """One operator.
+    """One operator."""
 
-    Attributes:
-        name: Its name in the library.
-        names: The names of its operands.
-        returns: The types of its results.
-        options: Options that are not operands.
-    """
-
-    name: str
-    names: tuple[str, ...]
-    returns: str
-    options: dict[str, object]
+    name: str  # Its name in the library.
+    names: tuple[str, ...]  # The names of its operands.
+    returns: str  # The types of its results.
+    options: dict[str, object]  # Options that are not operands.
 
     @property
     def schema(self) -> str:

@@ -9,8 +9,6 @@
 Inputs, reference and tolerances are those of `flashtune.verification`. Nothing here needs pytest.
 """
 
-from __future__ import annotations
-
 from flashtune.testing.fake_gpu import fake_gpu
 from flashtune.testing.inputs import Inputs, attention_inputs, paged_inputs, problem, tensors, varlen_inputs
 from flashtune.testing.reference import Expected, Reference, close, reference

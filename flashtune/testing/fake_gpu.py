@@ -1,7 +1,5 @@
 """A fake GPU: the properties that torch reports of a device, without one."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from types import SimpleNamespace

@@ -1,9 +1,7 @@
 """The float64 reference of inputs, with the tolerance of each row, and the comparison of results with it."""
 
-from __future__ import annotations
-
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -11,17 +9,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from flashtune.core.layouts import Layout
-from flashtune.testing.inputs import packed
+from flashtune.testing.inputs import Inputs, packed
 from flashtune.verification.gradients.head_sampling import Pairs
 from flashtune.verification.gradients.reference import Chosen, expect_gradients
 from flashtune.verification.gradients.scores import BackwardCase
+from flashtune.verification.gradients.tolerance import Gradient
 from flashtune.verification.inputs.placement import SequenceLayout, key_places, query_places
 from flashtune.verification.reference.forward import Sample, expect
 from flashtune.verification.tolerance import worst_ratio
-
-if TYPE_CHECKING:
-    from flashtune.testing.inputs import Inputs
-    from flashtune.verification.gradients.tolerance import Gradient
 
 # Rows that are computed at a time, which bounds the memory.
 ROWS = 1024

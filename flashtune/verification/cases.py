@@ -4,8 +4,6 @@ A kernel's source does not depend on lengths, head counts or batch, so one binar
 chooses the lengths and their probes.
 """
 
-from __future__ import annotations
-
 import enum
 import itertools
 from collections.abc import Iterable, Iterator
@@ -47,29 +45,21 @@ class Level(enum.Enum):
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
-    """One problem to launch a kernel on.
+    """One problem to launch a kernel on."""
 
-    Attributes:
-        problem: Shape, type and mask.
-        probe: The values of q, k and v.
-        block: Number of keys of the tile that the probe is made for.
-        scale: Softmax scale.
-        layout: Order of heads and positions in memory.
-        repeats: Launches that must agree bit for bit, except gradients whose order of summation may vary.
-        far: Index of the tensor of q, k, v, out that spans more than 2^31 elements, if any.
-        lengths: Lengths of the sequences, if they differ.
-        faulty: Whether unused entries of the block table are page numbers whose use faults.
-    """
-
-    problem: Problem
-    probe: Probe
-    block: int
-    scale: float
-    layout: Layout = Layout.BHSD
+    problem: Problem  # Shape, type and mask.
+    probe: Probe  # The values of q, k and v.
+    block: int  # Number of keys of the tile that the probe is made for.
+    scale: float  # Softmax scale.
+    layout: Layout = Layout.BHSD  # Order of heads and positions in memory.
+    # Launches that must agree bit for bit, except gradients whose order of summation may vary.
     repeats: int = 1
+    # Index of the tensor of q, k, v, out that spans more than 2^31 elements, if any.
     far: int | None = None
+    # Lengths of the sequences, if they differ.
     # Unset fields are not part of the encoded case, from which its seed is computed.
     lengths: Lengths | msgspec.UnsetType = msgspec.UNSET
+    # Whether unused entries of the block table are page numbers whose use faults.
     faulty: bool | msgspec.UnsetType = msgspec.UNSET
 
     @property

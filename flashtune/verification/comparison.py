@@ -9,9 +9,10 @@ from collections.abc import Callable, Generator, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch import Tensor
 
 from flashtune.launch.binding import Binary, bind
-from flashtune.launch.tensors import ForwardTensors
+from flashtune.launch.tensors import BackwardTensors, ForwardTensors
 from flashtune.verification.inputs.guarded_tensors import (
     Guarded,
     Role,
@@ -26,28 +27,19 @@ from flashtune.verification.inputs.placement import pick
 from flashtune.verification.tolerance import worst_ratio
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from flashtune.core.kernel import Kernel
     from flashtune.core.target import Target
-    from flashtune.launch.tensors import BackwardTensors
     from flashtune.verification.cases import Case
     from flashtune.verification.gradients.inputs import Prepared as PreparedGradients
     from flashtune.verification.inputs.prepared import Prepared
 
 
 class Finding(NamedTuple):
-    """One figure of a check. It must not exceed `limit`, nor be NaN.
+    """One figure of a check. It must not exceed `limit`, nor be NaN."""
 
-    Attributes:
-        what: A description of the comparison.
-        figure: A scalar on the device.
-        limit: 1 for error ratios, 0 for counts.
-    """
-
-    what: str
-    figure: Tensor
-    limit: float
+    what: str  # A description of the comparison.
+    figure: Tensor  # A scalar on the device.
+    limit: float  # 1 for error ratios, 0 for counts.
 
     def holds(self) -> bool:
         """Returns whether the figure is within its limit. Waits for the device."""
@@ -55,21 +47,15 @@ class Finding(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """A launch of a kernel on a case, and the comparison of its results.
+    """A launch of a kernel on a case, and the comparison of its results."""
 
-    Attributes:
-        prepared: The case's tensors and reference.
-        tensors: The tensors to which the launch is bound.
-        arguments: The tensors of a launch.
-        compare: Yields the findings of a launch, given its number, and returns the results that must agree
-            between launches.
-        unlike: Yields the differences of a launch's results from the first one's.
-    """
-
-    prepared: Prepared | PreparedGradients
-    tensors: ForwardTensors | BackwardTensors
-    arguments: tuple[Tensor | None, ...]
+    prepared: Prepared | PreparedGradients  # The case's tensors and reference.
+    tensors: ForwardTensors | BackwardTensors  # The tensors to which the launch is bound.
+    arguments: tuple[Tensor | None, ...]  # The tensors of a launch.
+    # Yields the findings of a launch, given its number, and returns the results that must agree between
+    # launches.
     compare: Callable[[int], Generator[Finding, None, dict[str, Tensor]]]
+    # Yields the differences of a launch's results from the first one's.
     unlike: Callable[[dict[str, Tensor], dict[str, Tensor]], Iterator[Finding]]
 
 

@@ -1,7 +1,5 @@
 """Numbers of queries and keys of a problem's sequences."""
 
-from __future__ import annotations
-
 import random
 from typing import NamedTuple
 
@@ -15,15 +13,11 @@ SEED = 20
 
 
 class Lengths(NamedTuple):
-    """Queries and keys of each sequence.
+    """Queries and keys of each sequence."""
 
-    Attributes:
-        queries: Number of queries of each sequence, at most the problem's `seqlen_q`.
-        keys: Number of keys of each sequence, at most `seqlen_kv`.
-    """
-
+    # Number of queries of each sequence, at most the problem's `seqlen_q`.
     queries: tuple[int, ...]
-    keys: tuple[int, ...]
+    keys: tuple[int, ...]  # Number of keys of each sequence, at most `seqlen_kv`.
 
     @property
     def total_q(self) -> int:

@@ -1,7 +1,5 @@
 """Probes: values of q, k and v with which a single wrong tile fails verification."""
 
-from __future__ import annotations
-
 import enum
 from typing import NamedTuple
 

@@ -8,8 +8,6 @@ Only warps are delayed. Copies and products in flight continue, so a missing wai
 method is noise injection for concurrent programs (Edelstein et al., 2002), in PTX.
 """
 
-from __future__ import annotations
-
 import re
 
 import msgspec

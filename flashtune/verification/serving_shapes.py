@@ -5,8 +5,6 @@ lengths, pages and splits add further borders. Sequences have different lengths 
 some have no key, one key, or no query.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -40,19 +38,12 @@ MANY_HEADS, MANY_BATCH = (8, 4), 41
 
 
 class ServingCase(NamedTuple):
-    """A shape with the heads and sequence lengths of a test case.
+    """A shape with the heads and sequence lengths of a test case."""
 
-    Attributes:
-        shape: The probe, and lengths that are at least those of the longest sequence.
-        heads: Query heads and KV heads.
-        lengths: Lengths of the sequences.
-        ragged: Whether the kernel gets the lengths.
-    """
-
-    shape: Shape
-    heads: tuple[int, int]
-    lengths: Lengths
-    ragged: bool
+    shape: Shape  # The probe, and lengths that are at least those of the longest sequence.
+    heads: tuple[int, int]  # Query heads and KV heads.
+    lengths: Lengths  # Lengths of the sequences.
+    ragged: bool  # Whether the kernel gets the lengths.
 
 
 def serving_cases(

@@ -4,8 +4,6 @@ Lengths are chosen around multiples of both sides of the tile, up to more blocks
 Errors of tail masks, prologues and epilogues occur only at these borders.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 

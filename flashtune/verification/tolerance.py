@@ -28,8 +28,6 @@ have large ones. One wrong key in a thousand exceeds it if that key is a needle.
 must be exact: zero, with a log-sum-exp of -inf.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 
@@ -86,29 +84,19 @@ ADDING_STEPS = 4.0
 
 
 class RowScale(NamedTuple):
-    """Magnitudes that rounding errors of a row are proportional to, each [heads, rows] in float64.
+    """Magnitudes that rounding errors of a row are proportional to, each [heads, rows] in float64."""
 
-    Attributes:
-        spread: sqrt(Σ p²v²) of the column in which it is largest.
-        largest: Largest magnitude of the row's exact output.
-        score: Upper bound of the row's scores, by Cauchy-Schwarz.
-        keys: Number of visible keys of the row.
-        lse: Magnitude of the exact log-sum-exp, 0 if it is -inf.
-        added: Largest magnitude of a bias or ALiBi term of a key with weight. None without such terms.
-        softcap: The softcap, 0 without one.
-        products: scale · sqrt(Σ q²k²) of the key where it is largest. Only for a quantised cache.
-        focus: sqrt(Σ p²). Only for a quantised cache.
-    """
-
-    spread: Tensor
-    largest: Tensor
-    score: Tensor
-    keys: Tensor
-    lse: Tensor
+    spread: Tensor  # sqrt(Σ p²v²) of the column in which it is largest.
+    largest: Tensor  # Largest magnitude of the row's exact output.
+    score: Tensor  # Upper bound of the row's scores, by Cauchy-Schwarz.
+    keys: Tensor  # Number of visible keys of the row.
+    lse: Tensor  # Magnitude of the exact log-sum-exp, 0 if it is -inf.
+    # Largest magnitude of a bias or ALiBi term of a key with weight. None without such terms.
     added: Tensor | None = None
-    softcap: float = 0.0
+    softcap: float = 0.0  # The softcap, 0 without one.
+    # scale · sqrt(Σ q²k²) of the key where it is largest. Only for a quantised cache.
     products: Tensor | None = None
-    focus: Tensor | None = None
+    focus: Tensor | None = None  # sqrt(Σ p²). Only for a quantised cache.
 
 
 def allowed_error(plain: Tensor, scale: RowScale, problem: Problem) -> Tensor:
@@ -184,10 +172,9 @@ def _lost(products: Tensor) -> Tensor:
 def worst_ratio(result: Tensor, exact: Tensor, allowed: Tensor) -> Tensor:
     """Returns the largest ratio of error to tolerance, a scalar. NaN or infinite if a result is not finite.
 
-    Args:
-        result: A kernel's output, [heads, rows, columns].
-        exact: The reference of the same shape in float64, -inf if the result must be -inf.
-        allowed: Tolerances, [heads, rows] in float64, 0 if the result must be exact.
+    `result` is a kernel's output, [heads, rows, columns]. `exact` is the reference of the same shape in
+    float64, -inf if the result must be -inf. `allowed` are tolerances, [heads, rows] in float64, 0 if the
+    result must be exact.
     """
     error = (_far(result.double()) - _far(exact)).abs().amax(-1)
     # Avoids 0 / 0: an exact result with a tolerance of 0 is correct.
@@ -202,11 +189,8 @@ def _far(tensor: Tensor) -> Tensor:
 def heaviest(added: Tensor, weights: Tensor) -> Tensor:
     """Returns the largest magnitude that was added to a score of each row, [heads, rows].
 
-    Keys without weight are ignored.
-
-    Args:
-        added: Magnitudes, [heads, rows, keys].
-        weights: Weights of the same shape, relative to about the largest of the row.
+    Keys without weight are ignored. `added` are magnitudes, [heads, rows, keys]. `weights` have the same
+    shape and are relative to about the largest of the row.
     """
     # The cast makes numbers below one zero. A comparison would load another CUDA kernel.
     return (added * (weights * (1 / MIN_WEIGHT)).long().bool()).amax(-1)

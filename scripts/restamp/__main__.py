@@ -3,8 +3,6 @@
 python -m scripts.restamp --table db/tuned/nvidia-h200.json
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import click

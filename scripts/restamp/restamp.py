@@ -1,7 +1,5 @@
 """Moves receipts to kernels with changed source and unchanged machine code, from files of their sources."""
 
-from __future__ import annotations
-
 import ast
 import enum
 import functools
@@ -144,17 +142,12 @@ class Fate(enum.StrEnum):
 
 
 class Restamped(msgspec.Struct, frozen=True):
-    """A record after the comparison.
+    """A record after the comparison."""
 
-    Attributes:
-        record: The record, with the present digest and template version if its receipt was moved.
-        fate: The result of the comparison.
-        reason: The first difference, if any.
-    """
-
+    # The record, with the present digest and template version if its receipt was moved.
     record: Record
-    fate: Fate
-    reason: str = ""
+    fate: Fate  # The result of the comparison.
+    reason: str = ""  # The first difference, if any.
 
 
 class _Pair(NamedTuple):

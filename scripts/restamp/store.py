@@ -1,7 +1,5 @@
 """Restamps the records of a table or a database, with receipts and times of their kernels."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -97,15 +95,10 @@ def _differing_lines(old: Kernel, new: Kernel) -> int:
 
 
 class RestampedTable(NamedTuple):
-    """The restamped records of a table, and the number of moved receipts.
+    """The restamped records of a table, and the number of moved receipts."""
 
-    Attributes:
-        records: The table's records after the comparison.
-        receipts: The number of moved receipts.
-    """
-
-    records: tuple[Restamped, ...]
-    receipts: int
+    records: tuple[Restamped, ...]  # The table's records after the comparison.
+    receipts: int  # The number of moved receipts.
 
 
 def restamp_table(path: Path, folders: Iterable[Path] = (), progress: Progress = quiet) -> RestampedTable:

@@ -1,7 +1,5 @@
 """Portable fused backward pass: loops over keys for dk and dv, and adds to dq in float32."""
 
-from __future__ import annotations
-
 import math
 
 from flashtune.core.config import LaunchOptions, Space

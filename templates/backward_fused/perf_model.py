@@ -1,7 +1,5 @@
 """Performance model of the fused backward kernel: minimum SRAM and makespan."""
 
-from __future__ import annotations
-
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Problem
 from flashtune.core.target import Target

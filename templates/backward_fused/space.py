@@ -1,7 +1,5 @@
 """The search space of the fused backward family."""
 
-from __future__ import annotations
-
 import enum
 
 from flashtune.core.config import Axis, BlockSize, Config, RegisterCap, Space
@@ -34,29 +32,21 @@ class Reduction(enum.StrEnum):
 
 
 class FusedConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One point of the space.
+    """One point of the space."""
 
-    Attributes:
-        block_m: Queries of a block in the loop.
-        block_n: Keys of a program's block.
-        reduction: How the program's part of dq is added.
-        split_masked_loop: A separate loop for blocks without a mask.
-        transpose_dq: dq tiles are computed transposed, so that warps own columns instead of rows. No effect
-            if tiles of queries are not prefetched.
-        split_head_dim: A head dim that is not a power of two as several tiles instead of one padded tile.
-        heads_innermost: Neighbouring programs compute different heads, not different blocks of keys.
-        maxnreg: Limit of registers per thread, 0 for none.
-        input_precision: Precision of products of float32 tiles. No effect on 16-bit problems.
-    """
-
-    block_m: BlockSize
-    block_n: BlockSize
-    reduction: Reduction = Reduction.ATOMICS
-    split_masked_loop: bool = True
+    block_m: BlockSize  # Queries of a block in the loop.
+    block_n: BlockSize  # Keys of a program's block.
+    reduction: Reduction = Reduction.ATOMICS  # How the program's part of dq is added.
+    split_masked_loop: bool = True  # A separate loop for blocks without a mask.
+    # dq tiles are computed transposed, so that warps own columns instead of rows. No effect if tiles of
+    # queries are not prefetched.
     transpose_dq: bool = False
+    # A head dim that is not a power of two as several tiles instead of one padded tile.
     split_head_dim: bool = False
+    # Neighbouring programs compute different heads, not different blocks of keys.
     heads_innermost: bool = False
-    maxnreg: RegisterCap = 0
+    maxnreg: RegisterCap = 0  # Limit of registers per thread, 0 for none.
+    # Precision of products of float32 tiles. No effect on 16-bit problems.
     input_precision: InputPrecision = InputPrecision.IEEE
 
 

@@ -1,7 +1,5 @@
 """Run-time arguments of the kernel, its prologue and its epilogue, with TMA descriptors."""
 
-from __future__ import annotations
-
 from flashtune.core.kernel import POINTER_ALIGNMENT, Argument, Specialization
 from flashtune.core.problem import Problem
 from flashtune.templates.backward_hopper.space import (

@@ -1,7 +1,5 @@
 """Hopper's backward pass in Gluon: a producer warp and two consumer groups, for sm_90 only."""
 
-from __future__ import annotations
-
 from flashtune.core.config import LaunchOptions, Space
 from flashtune.core.kernel import Argument, Specialization, Step
 from flashtune.core.problem import Causal, Direction, Dtype, Feature, Problem
@@ -44,22 +42,15 @@ FARTHEST = 2**29 - 1
 
 
 class HopperBackwardContext(ProblemContext, frozen=True, kw_only=True):
-    """The values for the template in addition to the config.
-
-    Attributes:
-        width: Columns of a tile.
-        rows: Keys of a warpgroup.
-        interleaves: Whether programs are numbered by blocks of keys first, over some heads.
-        dlse: Whether the log-sum-exp has a gradient.
-    """
+    """The values for the template in addition to the config."""
 
     config: HopperBackwardConfig
-    width: int
+    width: int  # Columns of a tile.
     stagger_start: bool
     deterministic: bool
-    interleaves: bool
-    dlse: bool
-    rows: int = ROWS
+    interleaves: bool  # Whether programs are numbered by blocks of keys first, over some heads.
+    dlse: bool  # Whether the log-sum-exp has a gradient.
+    rows: int = ROWS  # Keys of a warpgroup.
     swizzle: int = SWIZZLE
     multiprocessors: int = MULTIPROCESSORS
     consumer_registers: int = CONSUMER_REGISTERS

@@ -1,7 +1,5 @@
 """Performance model of Hopper's backward pass: SRAM and makespan."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 

@@ -1,7 +1,5 @@
 """The search space of Hopper's backward pass."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import msgspec
@@ -31,39 +29,32 @@ SWIZZLE = 128
 
 
 class HopperBackwardConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One point of the space. `num_stages` tiles of queries are in flight.
+    """One point of the space. `num_stages` tiles of queries are in flight."""
 
-    Attributes:
-        block_m: Queries of a block.
-        block_n: Keys of a program. Groups divide the keys or, in tiles of 256 columns, the products.
-        do_stages: Tiles of the output's gradient in flight.
-        ds_stages: Tiles of gradients of scores of each group that may wait for their products. If groups
-            divide the products, also tiles of probabilities.
-        early_dv: The dv product is issued before the wait for the gradients of probabilities.
-        defer_dp_wait: The wait for the gradients of probabilities is after the exponentials, not before.
-        early_dk: The dk product is issued before the gradients of scores are stored.
-        init_accumulators: Accumulators start at minus the log-sum-exp and at minus delta, not at zero.
-        defer_dq: dq of a block is computed one step later, so that groups need not run in step.
-        alternate_dq: Each group computes all of dq of every second block, not half of each. It is late by a
-            step, and never in tiles of 256 columns.
-        stagger_start: Programs start at different blocks of queries, so that they do not add to the same one
-            at once.
-        interleaved_heads: Number of interleaved heads. If deterministic, in multiples of those that fill the
-            GPU: the programs of a head, which add in order, then start further apart. Else the longest
-            programs of so many heads start first.
-    """
-
-    block_m: BlockSize
+    block_m: BlockSize  # Queries of a block.
+    # Keys of a program. Groups divide the keys or, in tiles of 256 columns, the products.
     block_n: BlockSize = GROUPS * ROWS
-    do_stages: Stages = 2
+    do_stages: Stages = 2  # Tiles of the output's gradient in flight.
+    # Tiles of gradients of scores of each group that may wait for their products. If groups divide the
+    # products, also tiles of probabilities.
     ds_stages: Stages = 2
+    # The dv product is issued before the wait for the gradients of probabilities.
     early_dv: bool = False
+    # The wait for the gradients of probabilities is after the exponentials, not before.
     defer_dp_wait: bool = False
-    early_dk: bool = True
+    early_dk: bool = True  # The dk product is issued before the gradients of scores are stored.
+    # Accumulators start at minus the log-sum-exp and at minus delta, not at zero.
     init_accumulators: bool = True
+    # dq of a block is computed one step later, so that groups need not run in step.
     defer_dq: bool = False
+    # Each group computes all of dq of every second block, not half of each. It is late by a step, and never
+    # in tiles of 256 columns.
     alternate_dq: bool = False
+    # Programs start at different blocks of queries, so that they do not add to the same one at once.
     stagger_start: bool = False
+    # Number of interleaved heads. If deterministic, in multiples of those that fill the GPU: the programs of
+    # a head, which add in order, then start further apart. Else the longest programs of so many heads start
+    # first.
     interleaved_heads: Annotated[int, msgspec.Meta(ge=1, le=8)] = 1
 
 

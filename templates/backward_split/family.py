@@ -1,7 +1,5 @@
 """Portable split backward pass: one kernel loops over keys for dk and dv, one over queries for dq."""
 
-from __future__ import annotations
-
 from flashtune.core.config import LaunchOptions, Space
 from flashtune.core.kernel import Argument, Specialization, Step
 from flashtune.core.problem import Bias, Causal, Direction, Feature, Problem

@@ -1,7 +1,5 @@
 """The search space of the split backward family."""
 
-from __future__ import annotations
-
 import functools
 
 from flashtune.core.config import Axis, BlockSize, Config, RegisterCap, Space, Stages, Warps
@@ -20,34 +18,23 @@ from flashtune.templates.common.precision import InputPrecision, float32_width, 
 
 
 class SplitConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One point of the space. Fields with the prefix `dq` are those of the dq kernel.
+    """One point of the space. Fields with the prefix `dq` are those of the dq kernel."""
 
-    Attributes:
-        block_m: Queries of a block in the loop.
-        block_n: Keys of a program's block.
-        dq_block_m: Queries of a dq program's tile.
-        dq_block_n: Keys of a block in its loop.
-        dq_warps: Its warps.
-        dq_stages: Stages of its software pipeline.
-        split_masked_loop: A separate loop for blocks without a mask.
-        split_head_dim: A head dim that is not a power of two as several tiles instead of one padded tile.
-        lpt: Start with the last tiles of queries, which see the most keys (causal only).
-        heads_innermost: Neighbouring programs compute different heads, not different tiles.
-        maxnreg: Limit of registers per thread, 0 for none.
-        input_precision: Precision of products of float32 tiles. No effect on 16-bit problems.
-    """
-
-    block_m: BlockSize
-    block_n: BlockSize
-    dq_block_m: BlockSize
-    dq_block_n: BlockSize
-    dq_warps: Warps
-    dq_stages: Stages
-    split_masked_loop: bool = True
+    block_m: BlockSize  # Queries of a block in the loop.
+    block_n: BlockSize  # Keys of a program's block.
+    dq_block_m: BlockSize  # Queries of a dq program's tile.
+    dq_block_n: BlockSize  # Keys of a block in its loop.
+    dq_warps: Warps  # Its warps.
+    dq_stages: Stages  # Stages of its software pipeline.
+    split_masked_loop: bool = True  # A separate loop for blocks without a mask.
+    # A head dim that is not a power of two as several tiles instead of one padded tile.
     split_head_dim: bool = False
+    # Start with the last tiles of queries, which see the most keys (causal only).
     lpt: bool = False
+    # Neighbouring programs compute different heads, not different tiles.
     heads_innermost: bool = False
-    maxnreg: RegisterCap = 0
+    maxnreg: RegisterCap = 0  # Limit of registers per thread, 0 for none.
+    # Precision of products of float32 tiles. No effect on 16-bit problems.
     input_precision: InputPrecision = InputPrecision.IEEE
 
 

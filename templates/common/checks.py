@@ -1,7 +1,5 @@
 """Values for the checks at the start of rendered wrappers; `checks.jinja` renders them."""
 
-from __future__ import annotations
-
 from flashtune.core.kernel import POINTER_ALIGNMENT, Specialization
 from flashtune.core.problem import Dtype, KvDtype, Problem
 from flashtune.templates.common.args.feature_context import FeatureContext, feature_context
@@ -9,35 +7,22 @@ from flashtune.templates.family import Context, Family
 
 
 class CheckContext(Context, frozen=True):
-    """The values that decide which tensors a wrapper accepts.
+    """The values that decide which tensors a wrapper accepts."""
 
-    Attributes:
-        dtype: Element type of queries.
-        kv_dtype: Element type of keys and values if they are quantised and queries are not; else `dtype`.
-        head_dim: Width of queries and keys.
-        value_head_dim: Width of values and outputs.
-        features: The problem's features.
-        backward: Whether the kernel computes gradients.
-        dlse: Whether there is a gradient of the log-sum-exp.
-        latent: Whether values are the first columns of keys.
-        alignment: Required divisor of strides, in elements. Above 1, addresses are multiples of 16 bytes.
-        offsets: Whether the kernel computes offsets in 32 bits.
-        interpreted: Whether Triton's interpreter runs the kernel.
-        widens: Whether the interpreter runs a 16-bit kernel correctly on float32 tensors.
-    """
-
-    dtype: Dtype
+    dtype: Dtype  # Element type of queries.
+    # Element type of keys and values if they are quantised and queries are not; else `dtype`.
     kv_dtype: KvDtype | Dtype
-    head_dim: int
-    value_head_dim: int
-    features: FeatureContext
-    backward: bool
-    dlse: bool
-    latent: bool
+    head_dim: int  # Width of queries and keys.
+    value_head_dim: int  # Width of values and outputs.
+    features: FeatureContext  # The problem's features.
+    backward: bool  # Whether the kernel computes gradients.
+    dlse: bool  # Whether there is a gradient of the log-sum-exp.
+    latent: bool  # Whether values are the first columns of keys.
+    # Required divisor of strides, in elements. Above 1, addresses are multiples of 16 bytes.
     alignment: int
-    offsets: bool
-    interpreted: bool
-    widens: bool
+    offsets: bool  # Whether the kernel computes offsets in 32 bits.
+    interpreted: bool  # Whether Triton's interpreter runs the kernel.
+    widens: bool  # Whether the interpreter runs a 16-bit kernel correctly on float32 tensors.
 
     @property
     def is_fp32(self) -> bool:

@@ -1,7 +1,5 @@
 """The precision of float32 products, an axis of portable families."""
 
-from __future__ import annotations
-
 import enum
 
 import msgspec

@@ -1,7 +1,5 @@
 """Run-time arguments of the kernel, with descriptors."""
 
-from __future__ import annotations
-
 from flashtune.core.kernel import POINTER_ALIGNMENT, Argument, Specialization
 from flashtune.core.problem import Problem
 from flashtune.templates.common.args.arguments import PARTIALS, pointer_type

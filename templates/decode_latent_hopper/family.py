@@ -1,7 +1,5 @@
 """Attention over latent keys (DeepSeek's MLA) in Gluon, for few queries on sm_90 only."""
 
-from __future__ import annotations
-
 from flashtune.core.config import LaunchOptions, Space
 from flashtune.core.kernel import Argument, Specialization, Step
 from flashtune.core.problem import Direction, Dtype, Feature, Problem

@@ -1,7 +1,5 @@
 """Performance model of split latent keys: SRAM and makespan; other splits of a config."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 

@@ -1,7 +1,5 @@
 """The search space of the latent Hopper family."""
 
-from __future__ import annotations
-
 import math
 from typing import Annotated
 
@@ -36,17 +34,11 @@ COMBINE_WARPS = 4
 
 
 class LatentConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One point of the space. `num_stages` blocks of keys are in flight.
+    """One point of the space. `num_stages` blocks of keys are in flight."""
 
-    Attributes:
-        queries: Queries of a tile of 64 rows. The other rows are heads.
-        num_splits: Parts of the keys of a sequence, one for each program.
-        overlap_pv: The second group multiplies a block during the first one's softmax of the next, not
-            before.
-    """
-
-    queries: Queries = 1
-    num_splits: Splits = 1
+    queries: Queries = 1  # Queries of a tile of 64 rows. The other rows are heads.
+    num_splits: Splits = 1  # Parts of the keys of a sequence, one for each program.
+    # The second group multiplies a block during the first one's softmax of the next, not before.
     overlap_pv: bool = False
 
     @property

@@ -1,7 +1,5 @@
 """Portable split-KV attention of few queries in Triton, with a combine kernel."""
 
-from __future__ import annotations
-
 import math
 
 import msgspec

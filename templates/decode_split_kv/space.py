@@ -1,7 +1,5 @@
 """The search space of the split-KV family."""
 
-from __future__ import annotations
-
 import math
 from typing import Annotated
 
@@ -18,23 +16,17 @@ Splits = Annotated[int, msgspec.Meta(ge=1, le=256)]
 
 
 class DecodeConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One point of the space.
+    """One point of the space."""
 
-    Attributes:
-        block_m: Rows of a tile: queries and the heads that share a KV head.
-        block_n: Keys of a block.
-        num_splits: Parts of the keys of a sequence, one for each program.
-        split_head_dim: A head dim that is not a power of two as several tiles instead of one padded tile.
-        early_combine: Launch the combine kernel before the last splits end (sm_90 and later).
-        early_start: Launch the kernel before the preceding kernel of the stream ends (sm_90 and later). Needs
-            `early_combine` if there are several splits.
-    """
-
-    block_m: BlockSize
-    block_n: BlockSize
-    num_splits: Splits = 1
+    block_m: BlockSize  # Rows of a tile: queries and the heads that share a KV head.
+    block_n: BlockSize  # Keys of a block.
+    num_splits: Splits = 1  # Parts of the keys of a sequence, one for each program.
+    # A head dim that is not a power of two as several tiles instead of one padded tile.
     split_head_dim: bool = False
+    # Launch the combine kernel before the last splits end (sm_90 and later).
     early_combine: bool = False
+    # Launch the kernel before the preceding kernel of the stream ends (sm_90 and later). Needs
+    # `early_combine` if there are several splits.
     early_start: bool = False
 
 

@@ -1,7 +1,5 @@
 """Run-time arguments of the kernel: descriptors of its tensors, and addresses of keys in small pages."""
 
-from __future__ import annotations
-
 from flashtune.core.kernel import POINTER_ALIGNMENT, Argument, Specialization
 from flashtune.core.problem import Bias, Dtype, KvDtype, Problem
 from flashtune.templates.common.args.arguments import COUNTS, SCALES, pointer_type

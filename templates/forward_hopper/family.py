@@ -1,7 +1,5 @@
 """Hopper's forward pass in Gluon: producer warps and consumer groups, for sm_90 only."""
 
-from __future__ import annotations
-
 import msgspec
 
 from flashtune.core.config import LaunchOptions, Space

@@ -1,7 +1,5 @@
 """Performance model of the Hopper family: SRAM and makespan; other schedules of the same work."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable
 

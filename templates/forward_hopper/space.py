@@ -1,7 +1,5 @@
 """The search space of the Hopper family."""
 
-from __future__ import annotations
-
 import enum
 from typing import Annotated
 
@@ -74,45 +72,31 @@ class Order(enum.StrEnum):
 
 
 class HopperConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One point of the space. `num_stages` tiles of K and as many of V are in flight.
+    """One point of the space. `num_stages` tiles of K and as many of V are in flight."""
 
-    Attributes:
-        num_consumer_groups: Consumer groups of four warps.
-        rows_per_group: Queries of one group's tile.
-        block_n: Keys of a block.
-        q_stages: Tiles of queries in flight for each group.
-        split_epilogue: Outputs are stored through shared memory in two halves, with the space of one.
-        ping_pong: Groups alternate in issuing products.
-        defer_pv_wait: The wait for PV is after the exponentials, not before.
-        conditional_rescale: Rescale the accumulator only if a maximum grew by much.
-        p_stages: Tiles of 8-bit probabilities of each group in shared memory. Of 2, one is written during the
-            product of the other. 0 leaves probabilities in registers.
-        split_head_dim: A head dim that is not a power of two as several tiles instead of one padded tile.
-        pack_gqa: Query heads of one KV head that share a tile. If they do not divide the group, a tile has
-            unused rows.
-        bias_stages: Tiles of an additive bias in flight for each group.
-        head_swizzle: Heads (packs of heads) that are processed together; 0 for all.
-        order: Order of tiles.
-        balanced_grid: The fewest programs with the same number of rounds, not one for each SM.
-        dynamic_schedule: A program takes the next tile when it has copied the keys of the last one. Tiles of
-            block masks have different lengths that only the device knows.
-    """
-
-    num_consumer_groups: Count
-    rows_per_group: BlockSize
-    block_n: BlockSize
-    q_stages: Count = 1
+    num_consumer_groups: Count  # Consumer groups of four warps.
+    rows_per_group: BlockSize  # Queries of one group's tile.
+    block_n: BlockSize  # Keys of a block.
+    q_stages: Count = 1  # Tiles of queries in flight for each group.
+    # Outputs are stored through shared memory in two halves, with the space of one.
     split_epilogue: bool = False
-    ping_pong: bool = False
-    defer_pv_wait: bool = False
-    conditional_rescale: bool = True
+    ping_pong: bool = False  # Groups alternate in issuing products.
+    defer_pv_wait: bool = False  # The wait for PV is after the exponentials, not before.
+    conditional_rescale: bool = True  # Rescale the accumulator only if a maximum grew by much.
+    # Tiles of 8-bit probabilities of each group in shared memory. Of 2, one is written during the product of
+    # the other. 0 leaves probabilities in registers.
     p_stages: WeightTiles = 0
+    # A head dim that is not a power of two as several tiles instead of one padded tile.
     split_head_dim: bool = False
+    # Query heads of one KV head that share a tile. If they do not divide the group, a tile has unused rows.
     pack_gqa: Count = 1
-    bias_stages: Count = 1
-    head_swizzle: Section = 0
-    order: Order = Order.LINEAR
+    bias_stages: Count = 1  # Tiles of an additive bias in flight for each group.
+    head_swizzle: Section = 0  # Heads (packs of heads) that are processed together; 0 for all.
+    order: Order = Order.LINEAR  # Order of tiles.
+    # The fewest programs with the same number of rounds, not one for each SM.
     balanced_grid: bool = False
+    # A program takes the next tile when it has copied the keys of the last one. Tiles of block masks have
+    # different lengths that only the device knows.
     dynamic_schedule: bool = False
 
     @property

@@ -1,7 +1,5 @@
 """Portable Triton forward pass in FlashAttention-1's loop order: an outer loop over keys."""
 
-from __future__ import annotations
-
 from flashtune.core.config import Space
 from flashtune.core.kernel import Argument, Specialization
 from flashtune.core.problem import MAX_HEAD_DIM, Direction, Feature, Problem

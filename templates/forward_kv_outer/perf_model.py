@@ -1,7 +1,5 @@
 """Performance model of a loop over queries for each tile of K and V: minimum SRAM and HBM traffic."""
 
-from __future__ import annotations
-
 import math
 
 from flashtune.core.kernel import Specialization

@@ -1,26 +1,18 @@
 """The search space of the family with an outer loop over keys."""
 
-from __future__ import annotations
-
 from flashtune.core.config import Axis, BlockSize, Config, RegisterCap, Space
 from flashtune.core.problem import Problem
 from flashtune.templates.common.model.sram import is_exact
 
 
 class KVOuterConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One point of the space.
+    """One point of the space."""
 
-    Attributes:
-        block_m: Queries of a tile.
-        block_n: Keys of a tile.
-        split_head_dim: A head dim that is not a power of two as several tiles instead of one padded tile.
-        maxnreg: Limit of registers per thread, 0 for none.
-    """
-
-    block_m: BlockSize
-    block_n: BlockSize
+    block_m: BlockSize  # Queries of a tile.
+    block_n: BlockSize  # Keys of a tile.
+    # A head dim that is not a power of two as several tiles instead of one padded tile.
     split_head_dim: bool = False
-    maxnreg: RegisterCap = 0
+    maxnreg: RegisterCap = 0  # Limit of registers per thread, 0 for none.
 
 
 def kv_outer_space(problem: Problem) -> Space:

@@ -1,7 +1,5 @@
 """Portable Triton forward pass with all features, with an outer loop over queries."""
 
-from __future__ import annotations
-
 from flashtune.core.config import Space
 from flashtune.core.kernel import Argument, Specialization
 from flashtune.core.problem import (

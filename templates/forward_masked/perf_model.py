@@ -1,7 +1,5 @@
 """Performance model of a tile of queries and a stream of K and V: minimum SRAM and makespan."""
 
-from __future__ import annotations
-
 import msgspec
 
 from flashtune.core.kernel import Specialization

@@ -1,7 +1,5 @@
 """The search space of the masked family."""
 
-from __future__ import annotations
-
 from flashtune.core.config import Axis, BlockSize, Config, RegisterCap, Space
 from flashtune.core.problem import Causal, Problem
 from flashtune.core.target import Target
@@ -10,26 +8,19 @@ from flashtune.templates.common.precision import InputPrecision, precision_axis
 
 
 class MaskedConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One point of the space.
+    """One point of the space."""
 
-    Attributes:
-        block_m: Queries of a tile.
-        block_n: Keys of a tile.
-        split_masked_loop: A separate loop for blocks without a mask.
-        split_head_dim: A head dim that is not a power of two as several tiles instead of one padded tile.
-        lpt: Start with the last tiles of a sequence, which see the most keys (causal only).
-        heads_innermost: Neighbouring programs compute different heads, not different tiles.
-        maxnreg: Limit of registers per thread, 0 for none.
-        input_precision: Precision of products of float32 tiles. No effect on 16-bit problems.
-    """
-
-    block_m: BlockSize
-    block_n: BlockSize
-    split_masked_loop: bool = True
+    block_m: BlockSize  # Queries of a tile.
+    block_n: BlockSize  # Keys of a tile.
+    split_masked_loop: bool = True  # A separate loop for blocks without a mask.
+    # A head dim that is not a power of two as several tiles instead of one padded tile.
     split_head_dim: bool = False
+    # Start with the last tiles of a sequence, which see the most keys (causal only).
     lpt: bool = False
+    # Neighbouring programs compute different heads, not different tiles.
     heads_innermost: bool = False
-    maxnreg: RegisterCap = 0
+    maxnreg: RegisterCap = 0  # Limit of registers per thread, 0 for none.
+    # Precision of products of float32 tiles. No effect on 16-bit problems.
     input_precision: InputPrecision = InputPrecision.IEEE
 
 

@@ -1,7 +1,5 @@
 """The search space of the q-outer family."""
 
-from __future__ import annotations
-
 import enum
 
 from flashtune.core.config import Axis, AxisValue, BlockSize, Config, RegisterCap, Space
@@ -19,30 +17,20 @@ class Loads(enum.StrEnum):
 
 
 class QOuterConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One point of the space.
+    """One point of the space."""
 
-    Attributes:
-        block_m: Queries of a tile.
-        block_n: Keys of a tile.
-        loads: Pointer loads, or TMA descriptors made on the device.
-        overlap_qk: Issue the next block's scores before this block's softmax.
-        split_masked_loop: A separate loop for blocks without a mask.
-        split_head_dim: A head dim that is not a power of two as several tiles instead of one padded tile.
-        lpt: Start with the tiles with the most keys (causal only).
-        heads_innermost: Neighbouring programs compute different heads, not different tiles.
-        maxnreg: Limit of registers per thread, 0 for none.
-        input_precision: Precision of products of float32 tiles. No effect on 16-bit problems.
-    """
-
-    block_m: BlockSize
-    block_n: BlockSize
-    loads: Loads = Loads.POINTER
-    overlap_qk: bool = False
-    split_masked_loop: bool = True
+    block_m: BlockSize  # Queries of a tile.
+    block_n: BlockSize  # Keys of a tile.
+    loads: Loads = Loads.POINTER  # Pointer loads, or TMA descriptors made on the device.
+    overlap_qk: bool = False  # Issue the next block's scores before this block's softmax.
+    split_masked_loop: bool = True  # A separate loop for blocks without a mask.
+    # A head dim that is not a power of two as several tiles instead of one padded tile.
     split_head_dim: bool = False
-    lpt: bool = False
+    lpt: bool = False  # Start with the tiles with the most keys (causal only).
+    # Neighbouring programs compute different heads, not different tiles.
     heads_innermost: bool = False
-    maxnreg: RegisterCap = 0
+    maxnreg: RegisterCap = 0  # Limit of registers per thread, 0 for none.
+    # Precision of products of float32 tiles. No effect on 16-bit problems.
     input_precision: InputPrecision = InputPrecision.IEEE
 
 

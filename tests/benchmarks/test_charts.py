@@ -1,7 +1,5 @@
 """Tests of charts: positions of values, and well-formed files."""
 
-from __future__ import annotations
-
 from xml.etree import ElementTree as Xml
 
 import pytest

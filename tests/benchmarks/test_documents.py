@@ -1,7 +1,5 @@
 """Tests that every measured number in the documentation comes from a saved result."""
 
-from __future__ import annotations
-
 import datetime
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests of the comparison of default attention with SDPA: shapes, ratios and report."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 import torch

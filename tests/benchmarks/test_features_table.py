@@ -1,7 +1,5 @@
 """Tests of the table of features in saved results of `flashtune bench`."""
 
-from __future__ import annotations
-
 import msgspec
 
 from benchmarks.tables import by_grid, features_table

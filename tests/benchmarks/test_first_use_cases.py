@@ -1,7 +1,5 @@
 """Tests of the cases of the first-use benchmark."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

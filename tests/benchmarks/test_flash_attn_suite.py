@@ -1,7 +1,5 @@
 """Tests of the run of FlashAttention's own tests: samples, outcomes and the report."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Tests of the comparison of host times of two checkouts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

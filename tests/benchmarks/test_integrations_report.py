@@ -1,7 +1,5 @@
 """Tests of the tables of the integrations' pages."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from benchmarks.integrations import models, report, transformers_models

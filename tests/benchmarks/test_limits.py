@@ -1,7 +1,5 @@
 """Tests of the counters by Nsight Compute."""
 
-from __future__ import annotations
-
 import csv
 import io
 from collections.abc import Sequence

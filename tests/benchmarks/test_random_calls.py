@@ -1,7 +1,5 @@
 """Tests of the comparison of random calls with SDPA."""
 
-from __future__ import annotations
-
 import torch
 
 from benchmarks.kernels.random_calls import largest_difference

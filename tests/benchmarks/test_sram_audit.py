@@ -1,7 +1,5 @@
 """Tests of the page of the SRAM audit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import msgspec

@@ -1,7 +1,5 @@
 """Tests of the run of PyTorch's own attention tests: samples, lost processes and the report."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

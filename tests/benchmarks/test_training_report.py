@@ -1,7 +1,5 @@
 """Tests of the charts and errors of the training report."""
 
-from __future__ import annotations
-
 from msgspec.structs import replace
 
 from benchmarks.saved import RESULTS

@@ -1,7 +1,5 @@
 """Tests of the comparison of speeds under other Triton versions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import msgspec

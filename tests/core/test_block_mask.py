@@ -1,7 +1,5 @@
 """Tests of the builders of block masks, against masks of elements."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

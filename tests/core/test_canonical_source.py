@@ -1,7 +1,5 @@
 """Tests of the canonical form of sources."""
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """Tests that the descriptions of features match the fields of problems and the extra inputs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests of the replacement of files."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tests of the versions that records are valid under."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Fixtures: records, and the databases of the store's contract tests."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path

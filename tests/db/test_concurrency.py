@@ -1,7 +1,5 @@
 """Tests of concurrent and killed processes that share a database."""
 
-from __future__ import annotations
-
 import random
 import sqlite3
 import subprocess

@@ -1,7 +1,5 @@
 """Tests of fallbacks: second records for tensors that the selection's family cannot address."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tests of the receipts of the shipped tables."""
 
-from __future__ import annotations
-
 import pytest
 
 from flashtune.core.target import TARGETS

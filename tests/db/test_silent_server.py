@@ -1,7 +1,5 @@
 """Tests of servers that accept connections and do not answer. They need psycopg, and no server."""
 
-from __future__ import annotations
-
 import socket
 import threading
 import time

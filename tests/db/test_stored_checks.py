@@ -1,7 +1,5 @@
 """Tests of storing self-checks without SQLAlchemy, and of the databases created for them."""
 
-from __future__ import annotations
-
 import sqlite3
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Tests of receipts and times under further versions in tables."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

@@ -6,8 +6,6 @@ Its records' times are FIRST, FIRST + 1, ... ms. After each it pins its fastest 
 the record's time: a printed record must never be lost.
 """
 
-from __future__ import annotations
-
 import sys
 
 from flashtune.core.kernel import Specialization

@@ -1,7 +1,5 @@
 """Emulates Hopper backward kernels on the CPU, with concurrent programs and the order of their dq sums."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np

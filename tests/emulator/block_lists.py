@@ -1,7 +1,5 @@
 """Kinds and lists of the key blocks of tiles, and words of masks, by the prologues of `forward_hopper`."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

@@ -5,8 +5,6 @@ kernels: barriers, copies, products and stores. Products are computed when they 
 numbers are float64, so that the emulator finds neither races nor rounding errors.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import sys

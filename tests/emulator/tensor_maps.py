@@ -1,7 +1,5 @@
 """A GPU's driver that only notes: which tensor maps it fills, and what it launches."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Tests of the serving example against a reference loop, with many and with few pages."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

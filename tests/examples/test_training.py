@@ -1,7 +1,5 @@
 """Tests of the training example: flashtune's losses match those of SDPA."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Calls of attention on a GPU, and their references."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Fixtures of the GPU tests of the runtime."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Calls with features on a GPU, compared with the reference."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

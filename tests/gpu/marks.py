@@ -1,7 +1,5 @@
 """Marks that modules of GPU tests share."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Tests of autograd on a GPU: captured, compiled, checkpointed, and by torch.func."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Tests of exported files on a GPU, with descriptors that need scratch memory."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tests of calls with features on a GPU: masks, misaligned and strided tensors, large pools."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

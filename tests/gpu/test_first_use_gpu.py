@@ -1,7 +1,5 @@
 """Tests of self-checks on a GPU: once, quickly, and not during a capture."""
 
-from __future__ import annotations
-
 import sqlite3
 import subprocess
 import sys

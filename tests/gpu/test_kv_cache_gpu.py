@@ -1,7 +1,5 @@
 """Tests of `PagedKVCache` on a GPU: equal to the CPU, in graphs, and beyond 2^31 elements."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

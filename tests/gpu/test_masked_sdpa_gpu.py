@@ -1,7 +1,5 @@
 """Tests of SDPA backends with masks on a GPU: rows without keys, unaligned lengths, shared masks."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests of backend selection on a GPU."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import warnings

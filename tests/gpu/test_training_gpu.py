@@ -1,7 +1,5 @@
 """Tests of the training example on a GPU: bf16 losses match those of SDPA."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Tests of `flashtune warm` on a GPU."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

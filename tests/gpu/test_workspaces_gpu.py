@@ -1,7 +1,5 @@
 """Tests of the workspaces of split-KV decoding: streams, threads and CUDA graphs keep theirs apart."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests of flash_attn 2.8's functions on dense and packed tensors, against loops in float64."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

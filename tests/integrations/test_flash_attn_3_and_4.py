@@ -1,7 +1,5 @@
 """Tests of the functions of flash_attn 3 and 4 that version 2 does not have, against loops in float64."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Tests of `flash_attn_with_kvcache` of versions 2 and 3, against loops in float64."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

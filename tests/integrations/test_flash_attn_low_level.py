@@ -1,7 +1,5 @@
 """Tests of the functions below flash_attn's public ones: blocks of ring attention, buffers and seeds."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

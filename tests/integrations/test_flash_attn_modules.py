@@ -1,7 +1,5 @@
 """Tests of the modules that `patch` installs, of flash_attn's signatures, and of its helpers."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import inspect

@@ -1,7 +1,5 @@
 """Tests of the frozen contracts of other libraries, and of flashtune's classes against them."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import json

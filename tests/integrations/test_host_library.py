@@ -1,7 +1,5 @@
 """Tests of the import of host libraries and their versions."""
 
-from __future__ import annotations
-
 import sys
 from importlib import metadata
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests of overrides with executors that only count: which calls they serve, and which they pass on."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any

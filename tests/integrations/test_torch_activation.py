@@ -1,7 +1,5 @@
 """Tests of overrides: their activation, their removal, and the calls that they pass on."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import io

@@ -1,7 +1,5 @@
 """Tests of which operators torch's functions call on a Hopper GPU: flashtune overrides them."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from types import SimpleNamespace

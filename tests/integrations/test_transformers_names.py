@@ -1,7 +1,5 @@
 """Tests of the registration in transformers that need no transformers."""
 
-from __future__ import annotations
-
 import sys
 from importlib import metadata
 

@@ -1,7 +1,5 @@
 """Calls with gradients on the CPU, and float64 gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

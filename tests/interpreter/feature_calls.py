@@ -1,7 +1,5 @@
 """Calls with features on the CPU, each compared with plain float64."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

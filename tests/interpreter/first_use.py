@@ -1,7 +1,5 @@
 """One of many processes that concurrently use an unverified kernel for the first time."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tests of the append kernel, bitwise against torch."""
 
-from __future__ import annotations
-
 import mmap
 from collections.abc import Iterator
 

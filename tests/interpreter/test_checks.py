@@ -1,7 +1,5 @@
 """Tests of 16-bit kernels in the interpreter: they compute only on float32 tensors."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 import torch

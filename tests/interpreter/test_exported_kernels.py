@@ -1,7 +1,5 @@
 """Tests of exported files in a new process with only torch and triton."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests of calls with features in the interpreter, against float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

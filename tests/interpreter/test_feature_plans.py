@@ -1,7 +1,5 @@
 """Tests of plans, shared prefixes, gradients and compiled calls with features, on the CPU."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any

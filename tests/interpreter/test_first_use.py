@@ -1,7 +1,5 @@
 """Tests of concurrent processes without a database and without compiled kernels."""
 
-from __future__ import annotations
-
 import multiprocessing
 import sqlite3
 import time

@@ -1,7 +1,5 @@
 """Fuzzed calls in the interpreter: served, or refused in one sentence."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

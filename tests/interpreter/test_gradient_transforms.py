@@ -1,7 +1,5 @@
 """Tests of gradients of `attention` with transforms, compilers and hooks, on the CPU."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Gradients of `attention` on the CPU, against float64: values, types, strides, and who serves else."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Tests that verification refuses mutants and accepts correct kernels, in the interpreter."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping
 

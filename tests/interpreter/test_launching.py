@@ -1,7 +1,5 @@
 """Tests of launches under Triton's interpreter: skipped work, and restoration of Triton."""
 
-from __future__ import annotations
-
 import dataclasses
 import threading
 from typing import Any

@@ -1,7 +1,5 @@
 """Verifies mutants or sampled correct kernels, and reports the outcomes."""
 
-from __future__ import annotations
-
 import functools
 import secrets
 import sys

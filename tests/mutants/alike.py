@@ -1,7 +1,5 @@
 """Compares the results of two kernels on all probes and random problems, bitwise if deterministic."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 
@@ -23,7 +21,6 @@ from flashtune.verification.gradients import inputs as gradients
 from flashtune.verification.inputs.guarded_tensors import BITS, poison
 from flashtune.verification.inputs.prepared import prepare
 from tests.gpu.random.random_cases import random_case
-from tests.gpu.random.random_gradients import random_gradients
 
 RANDOM_PROBLEMS = 20
 # Launches of a kernel whose sums have no order: how far these lie apart bounds what another order makes.
@@ -45,16 +42,10 @@ def cases_of(kernel: Kernel, target: Target, problem: Problem, config: Config, s
     chance = random.Random(seed)
     own = gradient_cases if problem.is_backward else cases
     planned = (*own.main_cases(problem), *own.companions(problem, config, Level.FULL, reduced=False))
-    drawn = (_random(chance, problem, config) for _ in range(RANDOM_PROBLEMS))
+    drawn = (random_case(chance, problem, config) for _ in range(RANDOM_PROBLEMS))
     for case in (*planned, *drawn):
         if unsupported_reason(family, case.problem, target, kernel.specialization) is None:
             yield case
-
-
-def _random(chance: random.Random, problem: Problem, config: Config) -> Case:
-    if problem.is_backward:
-        return random_gradients(chance, problem, config)
-    return random_case(chance, problem, config)
 
 
 def unlike(right: Kernel, broken: Kernel, target: Target, case: Case, seed: int, launches: int) -> str:

@@ -1,7 +1,5 @@
 """All mutants: those for a GPU, and those for the interpreter."""
 
-from __future__ import annotations
-
 from flashtune.core.target import Target
 from flashtune.templates.registry import find_family
 from tests.mutants import serving_size as serving

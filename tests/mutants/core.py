@@ -1,7 +1,5 @@
 """Mutants: a correct rendered kernel, and a patch of its text with an error."""
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Iterable
@@ -28,19 +26,12 @@ class Part(NamedTuple):
 
 
 class Patch(NamedTuple):
-    """One replacement in a rendered file.
+    """One replacement in a rendered file."""
 
-    Attributes:
-        old: What must occur exactly `times`; at line breaks any indentation matches.
-        new: What stands there instead; its lines are indented as the first one is.
-        part: Where to look; everywhere where left out.
-        times: How often it occurs, and is replaced.
-    """
-
-    old: str
-    new: str
-    part: Part | None = None
-    times: int = 1
+    old: str  # Text that occurs exactly `times`; at line breaks any indentation matches.
+    new: str  # The replacement; its lines are indented as the first one is.
+    part: Part | None = None  # The part to search; by default the whole file.
+    times: int = 1  # Number of its occurrences, all replaced.
 
 
 class Subject(NamedTuple):
@@ -59,21 +50,13 @@ class Subject(NamedTuple):
 
 
 class Mutant(NamedTuple):
-    """A subject and the error in it.
+    """A subject and the error in it."""
 
-    Attributes:
-        name: The error, in a few words; no other mutant of the family has it.
-        subject: The kernel under which it changes results.
-        patches: The change, as replacements one after the other.
-        racy: Whether it changes results by a race alone, and so not in every run.
-        hangs: Whether some launch may never end.
-    """
-
-    name: str
-    subject: Subject
-    patches: tuple[Patch, ...]
-    racy: bool = False
-    hangs: bool = False
+    name: str  # The error, in a few words; no other mutant of the family has it.
+    subject: Subject  # The kernel under which it changes results.
+    patches: tuple[Patch, ...]  # The change, as replacements one after the other.
+    racy: bool = False  # Whether it changes results by a race alone, and so not in every run.
+    hangs: bool = False  # Whether some launch may never end.
 
     @property
     def id(self) -> str:

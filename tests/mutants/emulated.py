@@ -3,8 +3,6 @@
 Most races do not show in the emulator, and it does not run inline PTX.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from tests.mutants import third_tiles

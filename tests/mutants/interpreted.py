@@ -1,7 +1,5 @@
 """Verifies a mutant under Triton's interpreter, on the CPU."""
 
-from __future__ import annotations
-
 import time
 import warnings
 

@@ -1,7 +1,5 @@
 """Jobs of separate processes: compile a mutant, verify it, or compare it with the correct kernel."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import time

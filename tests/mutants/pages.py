@@ -1,7 +1,5 @@
 """The tables of docs/proof.md about mutants and correct kernels, from saved runs."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path

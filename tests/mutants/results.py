@@ -1,7 +1,5 @@
 """Saved results of mutants and of correct kernels."""
 
-from __future__ import annotations
-
 import enum
 import gzip
 import zlib
@@ -69,29 +67,18 @@ class Found(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
 
 
 class Control(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """An unbroken kernel, verified in the same way.
+    """An unbroken kernel, verified in the same way."""
 
-    Attributes:
-        label: Family, problem and config.
-        passed: Whether it was accepted.
-        failed: What was found wrong, where it was not.
-        worst_ratio: The largest error over what is allowed.
-        checks: Figures that were compared.
-        seconds: What verifying it took.
-        confirmed: Whether the strict level accepts it, where the full level did not.
-        kernel: Digest of what was run; empty where nothing was.
-        delayed: Whether it was accepted but for warps that fall behind.
-    """
-
-    label: str
-    passed: bool
-    failed: str = ""
-    worst_ratio: float = 0.0
-    checks: int = 0
-    seconds: float = 0.0
+    label: str  # Family, problem and config.
+    passed: bool  # Whether it was accepted.
+    failed: str = ""  # The error if it was not accepted.
+    worst_ratio: float = 0.0  # The largest error over what is allowed.
+    checks: int = 0  # Figures that were compared.
+    seconds: float = 0.0  # Time of its verification.
+    # Whether the strict level accepts it, where the full level did not.
     confirmed: bool | None = None
-    kernel: str = ""
-    delayed: bool = False
+    kernel: str = ""  # Digest of the kernel that ran; empty if none did.
+    delayed: bool = False  # Whether it was accepted but for warps that fall behind.
 
     @property
     def wrongly_refused(self) -> bool:

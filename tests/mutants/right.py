@@ -1,7 +1,5 @@
 """Correct kernels that verification must accept: configs drawn from all spaces, at many problems."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Callable, Sequence

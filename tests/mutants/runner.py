@@ -4,8 +4,6 @@ Mutants that neither race nor hang are verified by several processes at once, si
 launches. Then the rest follows, one at a time and alone on the GPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 

@@ -1,7 +1,5 @@
 """Kernels of the portable serving families for mutants."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import NamedTuple
 

@@ -5,8 +5,6 @@ The last is wrong where both are third tiles. All compute full attention, whose 
 problems.
 """
 
-from __future__ import annotations
-
 import re
 from typing import NamedTuple
 
@@ -27,25 +25,15 @@ HOPPER_LOOP = "for _ in range(n_last - 1, n_block_min - 1, -1):"
 
 
 class Place(NamedTuple):
-    """Weights in a rendered file, and what says that a tile is one of the first two.
+    """Weights in a rendered file, and what says that a tile is one of the first two."""
 
-    Attributes:
-        old: The text that rounds them, once or several times.
-        queries: True for the first two tiles of queries.
-        keys: True for the first two tiles of keys.
-        part: Where to look.
-        times: How often the text occurs.
-        library: `tl` or `gl`.
-        kind: What is wrong, in a word.
-    """
-
-    old: str
-    queries: str
-    keys: str
-    part: Part | None = None
-    times: int = 1
-    library: str = "tl"
-    kind: str = "weights"
+    old: str  # The text that rounds them, once or several times.
+    queries: str  # True for the first two tiles of queries.
+    keys: str  # True for the first two tiles of keys.
+    part: Part | None = None  # Where to look.
+    times: int = 1  # How often the text occurs.
+    library: str = "tl"  # `tl` or `gl`.
+    kind: str = "weights"  # The wrong quantity, in a word.
 
     def halved(self, spared: str) -> Patch:
         """Half of the weights, but where a condition holds."""

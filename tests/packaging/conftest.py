@@ -1,7 +1,5 @@
 """Distributions of a release, built from clean copies of the checkout."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

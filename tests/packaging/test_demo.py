@@ -1,7 +1,5 @@
 """Tests of `make demo` without a GPU."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

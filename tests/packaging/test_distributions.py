@@ -1,7 +1,5 @@
 """Tests of the contents of wheel and source distribution."""
 
-from __future__ import annotations
-
 import configparser
 import re
 import tarfile

@@ -1,7 +1,5 @@
 """Tests of flashtune without metadata, in an archive."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

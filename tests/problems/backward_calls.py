@@ -1,7 +1,5 @@
 """Calls of a backward pass on the CPU, and their reference gradients."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Lists of random block masks, as kernels are given them."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Problems and configs of the split-KV family."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Random calls of the public API: valid calls with some replaced arguments."""
 
-from __future__ import annotations
-
 import random
 import resource
 import time

@@ -1,7 +1,5 @@
 """Problems and configs of the family `forward_hopper` for tests."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Problems, configs and kernels of the family `backward_hopper` for tests."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

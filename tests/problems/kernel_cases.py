@@ -5,8 +5,6 @@ the CPU with blocks of 64. A GPU runs all kernels at tuned shapes. Windows, chun
 a block of their runner.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from flashtune.core.problem import Bias, Causal, KvDtype, KvScale

@@ -1,7 +1,5 @@
 """Problems and kernels of the latent Hopper family."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A kernel of quantised inputs with a prologue, like rendered ones, and its mutants."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from flashtune import testing

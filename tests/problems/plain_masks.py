@@ -4,8 +4,6 @@ Tensors and side inputs are as kernels are given them: dense, packed, or in page
 nothing here knows of tiles.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
@@ -19,23 +17,14 @@ from flashtune.request.dropout import kept_weights
 
 
 class Sequence(NamedTuple):
-    """One sequence of a call, in float64.
+    """One sequence of a call, in float64."""
 
-    Attributes:
-        number: Which of the call it is.
-        batch: Where its rows are in q and out, along the first dimension.
-        first_row: Likewise along the third.
-        q: [heads, queries, head_dim].
-        k: [kv_heads, keys, head_dim], what stored keys stand for.
-        v: [kv_heads, keys, value_head_dim], likewise.
-    """
-
-    number: int
-    batch: int
-    first_row: int
-    q: Tensor
-    k: Tensor
-    v: Tensor
+    number: int  # Which of the call it is.
+    batch: int  # Where its rows are in q and out, along the first dimension.
+    first_row: int  # Likewise along the third.
+    q: Tensor  # [heads, queries, head_dim].
+    k: Tensor  # [kv_heads, keys, head_dim], what stored keys stand for.
+    v: Tensor  # [kv_heads, keys, value_head_dim], likewise.
 
 
 def largest_error(results: Iterable[Tensor], expected: Iterable[Tensor], absent: float = math.nan) -> float:

@@ -1,7 +1,5 @@
 """Batches of new tokens over a paged cache, as serving engines make them, and their attention in float64."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import NamedTuple

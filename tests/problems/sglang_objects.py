@@ -1,7 +1,5 @@
 """Objects that SGLang passes to its attention backends."""
 
-from __future__ import annotations
-
 import importlib
 from types import SimpleNamespace
 from typing import Any

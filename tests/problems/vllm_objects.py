@@ -1,7 +1,5 @@
 """Objects that vLLM passes to its attention backends."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

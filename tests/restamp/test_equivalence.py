@@ -1,7 +1,5 @@
 """The parts of two binaries that decide whether they are the same machine code."""
 
-from __future__ import annotations
-
 import struct
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Receipts are carried over where two kernels are the same machine code, and nowhere else."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

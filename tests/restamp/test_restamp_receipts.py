@@ -1,7 +1,5 @@
 """Receipts of siblings and of other Tritons follow kernels of the same machine code."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Problems and records as dispatch meets them, and a runtime that remembers nothing between tests."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path

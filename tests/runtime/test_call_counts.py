@@ -1,7 +1,5 @@
 """Tests of files of recorded calls: permissions, concurrent writes and validation."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import textwrap

@@ -1,7 +1,5 @@
 """Tests of calls that another operator serves until their kernels are prepared on the worker thread."""
 
-from __future__ import annotations
-
 import gc
 import os
 import sys

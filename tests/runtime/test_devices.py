@@ -1,7 +1,5 @@
 """Tests that results are allocated on the device of the inputs if another device is current."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from types import SimpleNamespace

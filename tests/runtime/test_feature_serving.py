@@ -1,7 +1,5 @@
 """Tests of dispatch of calls with features, without a GPU: kernels are rendered but not compiled."""
 
-from __future__ import annotations
-
 import dataclasses
 import warnings
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests of the modules that an import of flashtune loads, in new processes."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Tests of recorded calls: counts, problems, limits, and recording of a whole process."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

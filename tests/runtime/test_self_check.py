@@ -1,7 +1,5 @@
 """Tests of self-checks: one per machine, by one process of many, stored with their duration."""
 
-from __future__ import annotations
-
 import contextlib
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Tests of executors and the call cache, with launches that only record their arguments."""
 
-from __future__ import annotations
-
 import math
 import threading
 import warnings

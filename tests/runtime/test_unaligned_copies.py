@@ -1,7 +1,5 @@
 """Tests of copies of unaligned tensors before a pass."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import msgspec

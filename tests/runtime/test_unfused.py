@@ -1,7 +1,5 @@
 """Tests of unfused attention against float64."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests of unfused attention with features against float64, and of merging two parts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

@@ -1,7 +1,5 @@
 """Tests of calls that each integration records, for `flashtune warm` and `flashtune search`."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future

@@ -1,7 +1,5 @@
 """Torch's attention operators on the CPU, which has none. They compute by definition and count calls."""
 
-from __future__ import annotations
-
 import warnings
 from collections import Counter
 from collections.abc import Iterator

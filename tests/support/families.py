@@ -1,7 +1,5 @@
 """A Gluon family of one GPU instead of the shipped one: `native` installs it for one test."""
 
-from __future__ import annotations
-
 import pkgutil
 import types
 from collections.abc import Iterable, Iterator

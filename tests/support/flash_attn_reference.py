@@ -1,7 +1,5 @@
 """Attention with flash_attn's semantics by loops over sequences, heads and queries, in float64."""
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

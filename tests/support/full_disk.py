@@ -1,7 +1,5 @@
 """A disk of a few kilobytes: a memory file system if possible, else a file size limit."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

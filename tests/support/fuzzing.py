@@ -1,7 +1,5 @@
 """The number of fuzzed cases: few by default, many with `FLASHTUNE_FUZZ=large`."""
 
-from __future__ import annotations
-
 import os
 
 VARIABLE = "FLASHTUNE_FUZZ"

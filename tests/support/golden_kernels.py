@@ -6,19 +6,18 @@ writes their texts, which `make render-diff` compares between two revisions. Lin
 format of `sha256sum`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
+from flashtune import testing
 from flashtune.core.kernel import Alignment, Kernel, Specialization
-from flashtune.core.problem import Bias, BlockLists, Causal, Dtype, KvDtype, KvScale, Problem
+from flashtune.core.problem import Bias, BlockLists, Causal, Dtype, KvDtype, KvScale
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from tests.problems import hopper_backward
@@ -37,369 +36,337 @@ BOTH = {
     "dq_block_m": 128, "dq_block_n": 64, "dq_warps": 8, "dq_stages": 2,
 }  # fmt: skip
 NARROW = {
-    **BOTH,
-    "block_m": 32,
-    "block_n": 64,
-    "num_warps": 4,
-    "dq_block_m": 64,
-    "dq_block_n": 32,
-    "dq_warps": 4,
-}
+    **BOTH, "block_m": 32, "block_n": 64, "num_warps": 4,
+    "dq_block_m": 64, "dq_block_n": 32, "dq_warps": 4,
+}  # fmt: skip
 SHARED = {"block_m": 64, "block_n": 128, "num_warps": 8, "num_stages": 2, "reduction": "copy_engine"}
 GROUPS = {"num_consumer_groups": 2, "rows_per_group": 64, "block_n": 128, "num_warps": 4, "num_stages": 2}
+ONE_QUERY = {"queries": 1, "num_warps": 4, "num_stages": 2, "num_splits": 1, "overlap_pv": True}
+FOUR_QUERIES = {"queries": 4, "num_warps": 4, "num_stages": 2, "num_splits": 6, "overlap_pv": False}
 PLAIN = Specialization()
 ROW_SUMS = Specialization(lse=True)
 CONSTANT_BIAS = Specialization(constant_bias=True)
 ANYWHERE = Specialization(Alignment.ANY, 64, True)
 
-# Name of the file: family, dtype, (head dim, value head dim), causal, config, specialisation.
-COMBINATIONS: dict[str, tuple[str, str, tuple[int, int], str, dict[str, Any], Specialization]] = {
-    "q_outer_bf16_d64": (Q, "bf16", (64, 64), "none", WIDE, PLAIN),
-    "q_outer_bf16_d128_descriptors": (Q, "bf16", (128, 128), "none", DESCRIPTORS, PLAIN),
-    "q_outer_fp16_d128_causal_ahead": (
-        Q, "fp16", (128, 128), "bottom_right", {**DESCRIPTORS, "overlap_qk": True}, ROW_SUMS,
+
+class Combination(NamedTuple):
+    """A kernel. `features` has further fields of the problem."""
+
+    family: str
+    dtype: str
+    widths: tuple[int, int]
+    causal: str
+    config: dict[str, Any]
+    specialization: Specialization
+    features: dict[str, Any]
+
+
+def row(
+    family: str,
+    dtype: str,
+    widths: tuple[int, int],
+    causal: str,
+    config: dict[str, Any],
+    specialization: Specialization = PLAIN,
+    **features: Any,
+) -> Combination:
+    return Combination(family, dtype, widths, causal, config, specialization, features)
+
+
+# By the name of the file. `widths` are the head dim of keys and that of values.
+COMBINATIONS = {
+    "q_outer_bf16_d64": row(Q, "bf16", (64, 64), "none", WIDE),
+    "q_outer_bf16_d128_descriptors": row(Q, "bf16", (128, 128), "none", DESCRIPTORS),
+    "q_outer_fp16_d128_causal_ahead": row(
+        Q, "fp16", (128, 128), "bottom_right", {**DESCRIPTORS, "overlap_qk": True}, ROW_SUMS
     ),
-    "q_outer_bf16_d128_causal_one_phase": (
-        Q, "bf16", (128, 128), "top_left", {**WIDE, "split_masked_loop": False}, PLAIN,
+    "q_outer_bf16_d128_causal_one_phase": row(
+        Q, "bf16", (128, 128), "top_left", {**WIDE, "split_masked_loop": False}
     ),
-    "q_outer_bf16_d64_causal_long_first": (
-        Q, "bf16", (64, 64), "bottom_right", {**DESCRIPTORS, "lpt": True, "heads_innermost": True}, PLAIN,
+    "q_outer_bf16_d64_causal_long_first": row(
+        Q, "bf16", (64, 64), "bottom_right", {**DESCRIPTORS, "lpt": True, "heads_innermost": True}
     ),
-    "q_outer_bf16_d128_ahead": (
-        Q, "bf16", (128, 128), "none", {**DESCRIPTORS, "overlap_qk": True}, PLAIN,
+    "q_outer_bf16_d128_ahead": row(Q, "bf16", (128, 128), "none", {**DESCRIPTORS, "overlap_qk": True}),
+    "q_outer_bf16_d64_few_registers": row(Q, "bf16", (64, 64), "none", {**WIDE, "maxnreg": 128}),
+    "q_outer_fp16_d96_v80_decomposed": row(
+        Q, "fp16", (96, 80), "none", {**TALL, "split_head_dim": True}, ROW_SUMS
     ),
-    "q_outer_bf16_d64_few_registers": (Q, "bf16", (64, 64), "none", {**WIDE, "maxnreg": 128}, PLAIN),
-    "q_outer_fp16_d96_v80_decomposed": (
-        Q, "fp16", (96, 80), "none", {**TALL, "split_head_dim": True}, ROW_SUMS,
+    "q_outer_fp32_d40_unaligned": row(Q, "fp32", (40, 40), "bottom_right", SMALL, ANYWHERE),
+    "q_outer_fp32_d96_v80_one_phase": row(
+        Q, "fp32", (96, 80), "none", {**SMALL, "split_head_dim": True, "split_masked_loop": False}, ANYWHERE
     ),
-    "q_outer_fp32_d40_unaligned": (Q, "fp32", (40, 40), "bottom_right", SMALL, ANYWHERE),
-    "q_outer_fp32_d96_v80_one_phase": (
-        Q, "fp32", (96, 80), "none", {**SMALL, "split_head_dim": True, "split_masked_loop": False}, ANYWHERE,
+    "kv_outer_bf16_d64": row(KV, "bf16", (64, 64), "none", TALL),
+    "kv_outer_bf16_d128_causal": row(KV, "bf16", (128, 128), "bottom_right", TALL, ROW_SUMS),
+    "kv_outer_fp16_d128_v64_top_left": row(KV, "fp16", (128, 64), "top_left", TALL),
+    "kv_outer_fp16_d96_v80_decomposed": row(
+        KV, "fp16", (96, 80), "none", {**TALL, "split_head_dim": True}, ROW_SUMS
     ),
-    "kv_outer_bf16_d64": (KV, "bf16", (64, 64), "none", TALL, PLAIN),
-    "kv_outer_bf16_d128_causal": (KV, "bf16", (128, 128), "bottom_right", TALL, ROW_SUMS),
-    "kv_outer_fp16_d128_v64_top_left": (KV, "fp16", (128, 64), "top_left", TALL, PLAIN),
-    "kv_outer_fp16_d96_v80_decomposed": (
-        KV, "fp16", (96, 80), "none", {**TALL, "split_head_dim": True}, ROW_SUMS,
-    ),
-    "kv_outer_fp32_d40_unaligned": (KV, "fp32", (40, 40), "bottom_right", SMALL, ANYWHERE),
-    "hopper_bf16_d128_causal": (
+    "kv_outer_fp32_d40_unaligned": row(KV, "fp32", (40, 40), "bottom_right", SMALL, ANYWHERE),
+    "hopper_bf16_d128_causal": row(
         HOPPER, "bf16", (128, 128), "bottom_right",
         {**GROUPS, "ping_pong": True, "defer_pv_wait": True, "head_swizzle": 4, "order": "serpentine",
-         "balanced_grid": True},
-        PLAIN,
+         "balanced_grid": True}
     ),
-    "hopper_bf16_d64": (
-        HOPPER, "bf16", (64, 64), "none", {**GROUPS, "num_consumer_groups": 3, "q_stages": 2}, PLAIN,
+    "hopper_bf16_d64": row(
+        HOPPER, "bf16", (64, 64), "none", {**GROUPS, "num_consumer_groups": 3, "q_stages": 2}
     ),
-    "hopper_bf16_d64_packed": (
+    "hopper_bf16_d64_packed": row(
         HOPPER, "bf16", (64, 64), "top_left",
         {**GROUPS, "num_consumer_groups": 1, "rows_per_group": 128, "block_n": 64, "pack_gqa": 4,
-         "order": "lpt"},
-        ROW_SUMS,
+         "order": "lpt"}, ROW_SUMS
     ),
-    "hopper_fp16_d96_v80_decomposed": (
+    "hopper_fp16_d96_v80_decomposed": row(
         HOPPER, "fp16", (96, 80), "bottom_right",
-        {**GROUPS, "split_head_dim": True, "conditional_rescale": False}, ROW_SUMS,
+        {**GROUPS, "split_head_dim": True, "conditional_rescale": False}, ROW_SUMS
     ),
-    "hopper_bf16_d256_halved": (
-        HOPPER, "bf16", (256, 256), "none", {**GROUPS, "block_n": 64, "split_epilogue": True, "q_stages": 1},
-        PLAIN,
+    "hopper_bf16_d256_halved": row(
+        HOPPER, "bf16", (256, 256), "none", {**GROUPS, "block_n": 64, "split_epilogue": True, "q_stages": 1}
     ),
-    "hopper_bf16_d128_window": (
+    "hopper_bf16_d128_window": row(
         HOPPER, "bf16", (128, 128), "bottom_right",
         {**GROUPS, "q_stages": 2, "ping_pong": True, "defer_pv_wait": True, "head_swizzle": 4,
-         "balanced_grid": True},
-        ROW_SUMS,
+         "balanced_grid": True}, ROW_SUMS, window_left=1024
     ),
-    "hopper_fp16_d64_packed_sequences": (
+    "hopper_fp16_d64_packed_sequences": row(
         HOPPER, "fp16", (64, 64), "none", {**GROUPS, "num_consumer_groups": 3, "q_stages": 2}, ROW_SUMS,
+        packed=1
     ),
-    "hopper_bf16_d128_packed_sequences_pages": (
+    "hopper_bf16_d128_packed_sequences_pages": row(
         HOPPER, "bf16", (128, 128), "bottom_right",
         {**GROUPS, "q_stages": 2, "ping_pong": True, "defer_pv_wait": True, "order": "lpt"}, ROW_SUMS,
+        packed=1, page_size=16
     ),
-    "hopper_bf16_d128_packed_sequences_pages_of_one": (
+    "hopper_bf16_d128_packed_sequences_pages_of_one": row(
         HOPPER, "bf16", (128, 128), "bottom_right",
         {**GROUPS, "q_stages": 2, "ping_pong": True, "defer_pv_wait": True, "order": "lpt"}, ROW_SUMS,
+        packed=1, page_size=1
     ),
-    "hopper_fp16_d96_v80_pages": (
-        HOPPER, "fp16", (96, 80), "none", {**GROUPS, "split_head_dim": True, "pack_gqa": 2}, PLAIN,
+    "hopper_fp16_d96_v80_pages": row(
+        HOPPER, "fp16", (96, 80), "none", {**GROUPS, "split_head_dim": True, "pack_gqa": 2}, page_size=256
     ),
-    "hopper_bf16_d128_packed_sequences_eight_bit_pages": (
+    "hopper_bf16_d128_packed_sequences_eight_bit_pages": row(
         HOPPER, "bf16", (128, 128), "bottom_right",
         {**GROUPS, "split_epilogue": True, "ping_pong": True, "defer_pv_wait": True, "order": "lpt"},
-        ROW_SUMS,
+        ROW_SUMS, packed=1, page_size=16, kv_dtype=KvDtype.E4M3, kv_scale=KvScale.TENSOR, window_left=1024
     ),
-    "hopper_fp16_d64_eight_bit_pages": (
-        HOPPER, "fp16", (64, 64), "none", {**GROUPS, "q_stages": 2, "ping_pong": True}, PLAIN,
+    "hopper_fp16_d64_eight_bit_pages": row(
+        HOPPER, "fp16", (64, 64), "none", {**GROUPS, "q_stages": 2, "ping_pong": True}, page_size=64,
+        kv_dtype=KvDtype.E4M3, kv_scale=KvScale.HEAD
     ),
-    "hopper_bf16_d128_integer_pages": (
-        HOPPER, "bf16", (128, 128), "bottom_right", {**GROUPS, "ping_pong": True, "order": "lpt"}, PLAIN,
+    "hopper_bf16_d128_integer_pages": row(
+        HOPPER, "bf16", (128, 128), "bottom_right", {**GROUPS, "ping_pong": True, "order": "lpt"},
+        page_size=64, kv_dtype=KvDtype.INT8, kv_scale=KvScale.HEAD
     ),
-    "hopper_bf16_d128_packed_sequences_page_scales": (
+    "hopper_bf16_d128_packed_sequences_page_scales": row(
         HOPPER, "bf16", (128, 128), "bottom_right",
-        {**GROUPS, "ping_pong": True, "defer_pv_wait": True, "order": "lpt"}, ROW_SUMS,
+        {**GROUPS, "ping_pong": True, "defer_pv_wait": True, "order": "lpt"}, ROW_SUMS, packed=1,
+        page_size=16, kv_dtype=KvDtype.INT8, kv_scale=KvScale.PAGE, window_left=1024, sink_tokens=4
     ),
-    "hopper_bf16_d64_page_scales": (
-        HOPPER, "bf16", (64, 64), "none", {**GROUPS, "q_stages": 2, "ping_pong": True}, PLAIN,
+    "hopper_bf16_d64_page_scales": row(
+        HOPPER, "bf16", (64, 64), "none", {**GROUPS, "q_stages": 2, "ping_pong": True}, page_size=64,
+        kv_dtype=KvDtype.E4M3, kv_scale=KvScale.PAGE
     ),
-    "hopper_bf16_d128_dropout": (
+    "hopper_bf16_d128_dropout": row(
         HOPPER, "bf16", (128, 128), "bottom_right",
-        {**GROUPS, "q_stages": 2, "ping_pong": True, "defer_pv_wait": True}, ROW_SUMS,
+        {**GROUPS, "q_stages": 2, "ping_pong": True, "defer_pv_wait": True}, ROW_SUMS, dropout=True
     ),
-    "hopper_fp16_d96_v80_window_dropout": (
+    "hopper_fp16_d96_v80_window_dropout": row(
         HOPPER, "fp16", (96, 80), "bottom_right",
-        {**GROUPS, "split_head_dim": True, "conditional_rescale": False}, ROW_SUMS,
+        {**GROUPS, "split_head_dim": True, "conditional_rescale": False}, ROW_SUMS, window_left=1024,
+        dropout=True
     ),
-    "hopper_bf16_d128_scores": (
+    "hopper_bf16_d128_scores": row(
         HOPPER, "bf16", (128, 128), "bottom_right",
         {**GROUPS, "q_stages": 2, "ping_pong": True, "defer_pv_wait": True, "order": "lpt"}, ROW_SUMS,
+        softcap=True, alibi=True, sinks=True, chunk=2048
     ),
-    "hopper_bf16_d64_masks": (
+    "hopper_bf16_d64_masks": row(
         HOPPER, "bf16", (64, 64), "none", {**GROUPS, "num_consumer_groups": 3, "q_stages": 2}, ROW_SUMS,
+        window_left=512, sink_tokens=4, prefix=True, kv_lengths=True
     ),
-    "hopper_bf16_d64_boolean": (
+    "hopper_bf16_d64_boolean": row(
         HOPPER, "bf16", (64, 64), "bottom_right",
-        {**GROUPS, "q_stages": 2, "defer_pv_wait": True, "order": "lpt"}, PLAIN,
+        {**GROUPS, "q_stages": 2, "defer_pv_wait": True, "order": "lpt"}, bias=Bias.BOOLEAN
     ),
-    "hopper_bf16_d64_sinks": (
-        HOPPER, "bf16", (64, 64), "bottom_right", {**GROUPS, "num_consumer_groups": 3, "q_stages": 2}, PLAIN,
+    "hopper_bf16_d64_sinks": row(
+        HOPPER, "bf16", (64, 64), "bottom_right", {**GROUPS, "num_consumer_groups": 3, "q_stages": 2},
+        sinks=True
     ),
-    "hopper_bf16_d64_window_sinks": (
-        HOPPER, "bf16", (64, 64), "bottom_right", {**GROUPS, "block_n": 64, "pack_gqa": 2}, PLAIN,
+    "hopper_bf16_d64_window_sinks": row(
+        HOPPER, "bf16", (64, 64), "bottom_right", {**GROUPS, "block_n": 64, "pack_gqa": 2}, sinks=True,
+        window_left=127
     ),
-    "hopper_bf16_d128_softcap": (HOPPER, "bf16", (128, 128), "bottom_right", GROUPS, PLAIN),
-    "hopper_bf16_d128_bias": (HOPPER, "bf16", (128, 128), "none", {**GROUPS, "ping_pong": True}, PLAIN),
-    "hopper_bf16_d128_blocks": (
-        HOPPER, "bf16", (128, 128), "bottom_right",
-        {**GROUPS, "ping_pong": True, "dynamic_schedule": True}, PLAIN,
+    "hopper_bf16_d128_softcap": row(HOPPER, "bf16", (128, 128), "bottom_right", GROUPS, softcap=True),
+    "hopper_bf16_d128_bias": row(
+        HOPPER, "bf16", (128, 128), "none", {**GROUPS, "ping_pong": True}, bias=Bias.ADDITIVE
     ),
-    "hopper_bf16_d128_full_blocks": (HOPPER, "bf16", (128, 128), "none", GROUPS, PLAIN),
-    "hopper_bf16_d64_small_blocks": (HOPPER, "bf16", (64, 64), "none", {**GROUPS, "block_n": 64}, PLAIN),
-    "hopper_bf16_d64_boolean_full": (HOPPER, "bf16", (64, 64), "none", {**GROUPS, "order": "lpt"}, PLAIN),
-    "hopper_bf16_d64_bias_row_sums": (HOPPER, "bf16", (64, 64), "none", GROUPS, ROW_SUMS),
-    "hopper_e4m3_d128_one_tile_of_weights": (
-        HOPPER, "e4m3", (128, 128), "bottom_right", {**GROUPS, "ping_pong": True, "p_stages": 1}, PLAIN,
+    "hopper_bf16_d128_blocks": row(
+        HOPPER, "bf16", (128, 128), "bottom_right", {**GROUPS, "ping_pong": True, "dynamic_schedule": True},
+        block_mask=128, block_lists=BlockLists.GROUP
     ),
-    "hopper_e4m3_d128": (HOPPER, "e4m3", (128, 128), "none", {**GROUPS, "ping_pong": True}, ROW_SUMS),
-    "hopper_e4m3_d128_shared": (
+    "hopper_bf16_d128_full_blocks": row(HOPPER, "bf16", (128, 128), "none", GROUPS, block_mask=128),
+    "hopper_bf16_d64_small_blocks": row(
+        HOPPER, "bf16", (64, 64), "none", {**GROUPS, "block_n": 64}, block_mask=64
+    ),
+    "hopper_bf16_d64_boolean_full": row(
+        HOPPER, "bf16", (64, 64), "none", {**GROUPS, "order": "lpt"}, bias=Bias.BOOLEAN
+    ),
+    "hopper_bf16_d64_bias_row_sums": row(
+        HOPPER, "bf16", (64, 64), "none", GROUPS, ROW_SUMS, bias=Bias.ADDITIVE
+    ),
+    "hopper_e4m3_d128_one_tile_of_weights": row(
+        HOPPER, "e4m3", (128, 128), "bottom_right", {**GROUPS, "ping_pong": True, "p_stages": 1}
+    ),
+    "hopper_e4m3_d128": row(HOPPER, "e4m3", (128, 128), "none", {**GROUPS, "ping_pong": True}, ROW_SUMS),
+    "hopper_e4m3_d128_shared": row(
         HOPPER, "e4m3", (128, 128), "bottom_right",
-        {**GROUPS, "num_consumer_groups": 3, "q_stages": 2, "ping_pong": True, "p_stages": 2}, PLAIN,
+        {**GROUPS, "num_consumer_groups": 3, "q_stages": 2, "ping_pong": True, "p_stages": 2}
     ),
-    "masked_bf16_d64_window_sinks": (MASKED, "bf16", (64, 64), "bottom_right", WIDE, ROW_SUMS),
-    "masked_fp16_d128_packed_pages": (
-        MASKED, "fp16", (128, 128), "bottom_right", {**TALL, "lpt": True}, ROW_SUMS,
+    "masked_bf16_d64_window_sinks": row(
+        MASKED, "bf16", (64, 64), "bottom_right", WIDE, ROW_SUMS, window_left=1024, sink_tokens=4, sinks=True
     ),
-    "masked_fp32_d40_scores": (
-        MASKED, "fp32", (40, 24), "none", {**SMALL, "split_masked_loop": False}, ANYWHERE,
+    "masked_fp16_d128_packed_pages": row(
+        MASKED, "fp16", (128, 128), "bottom_right", {**TALL, "lpt": True}, ROW_SUMS, packed=1, page_size=16,
+        kv_dtype=KvDtype.E4M3, kv_scale=KvScale.PAGE
     ),
-    "masked_bf16_d128_dropout": (MASKED, "bf16", (128, 128), "bottom_right", WIDE, ROW_SUMS),
-    "masked_bf16_d128_window": (MASKED, "bf16", (128, 128), "bottom_right", WIDE, PLAIN),
-    "masked_bf16_d128_softcap_dropout": (MASKED, "bf16", (128, 128), "bottom_right", WIDE, PLAIN),
-    "masked_bf16_d128_eight_bit_pages": (MASKED, "bf16", (128, 128), "bottom_right", WIDE, PLAIN),
-    "masked_bf16_d128_packed_large_pages": (MASKED, "bf16", (128, 128), "bottom_right", WIDE, PLAIN),
-    "masked_bf16_d64_alibi": (MASKED, "bf16", (64, 64), "bottom_right", WIDE, PLAIN),
-    "masked_bf16_d64_boolean": (MASKED, "bf16", (64, 64), "none", WIDE, PLAIN),
-    "masked_bf16_d128_full_blocks": (MASKED, "bf16", (128, 128), "none", WIDE, PLAIN),
-    "masked_bf16_d128_blocks": (MASKED, "bf16", (128, 128), "bottom_right", WIDE, ROW_SUMS),
-    "masked_bf16_d64_bias": (
+    "masked_fp32_d40_scores": row(
+        MASKED, "fp32", (40, 24), "none", {**SMALL, "split_masked_loop": False}, ANYWHERE, softcap=True,
+        alibi=True, bias=Bias.ADDITIVE, chunk=64
+    ),
+    "masked_bf16_d128_dropout": row(MASKED, "bf16", (128, 128), "bottom_right", WIDE, ROW_SUMS, dropout=True),
+    "masked_bf16_d128_window": row(MASKED, "bf16", (128, 128), "bottom_right", WIDE, window_left=1024),
+    "masked_bf16_d128_softcap_dropout": row(
+        MASKED, "bf16", (128, 128), "bottom_right", WIDE, window_left=1024, softcap=True, dropout=True
+    ),
+    "masked_bf16_d128_eight_bit_pages": row(
+        MASKED, "bf16", (128, 128), "bottom_right", WIDE, page_size=16, kv_dtype=KvDtype.E4M3,
+        kv_scale=KvScale.HEAD
+    ),
+    "masked_bf16_d128_packed_large_pages": row(
+        MASKED, "bf16", (128, 128), "bottom_right", WIDE, packed=1, page_size=256
+    ),
+    "masked_bf16_d64_alibi": row(MASKED, "bf16", (64, 64), "bottom_right", WIDE, alibi=True),
+    "masked_bf16_d64_boolean": row(MASKED, "bf16", (64, 64), "none", WIDE, bias=Bias.BOOLEAN),
+    "masked_bf16_d128_full_blocks": row(MASKED, "bf16", (128, 128), "none", WIDE, block_mask=128),
+    "masked_bf16_d128_blocks": row(
+        MASKED, "bf16", (128, 128), "bottom_right", WIDE, ROW_SUMS, block_mask=128,
+        block_lists=BlockLists.GROUP
+    ),
+    "masked_bf16_d64_bias": row(
         MASKED, "bf16", (64, 64), "bottom_right", {**WIDE, "lpt": True, "heads_innermost": True}, ROW_SUMS,
+        bias=Bias.ADDITIVE
     ),
-    "masked_bf16_d128_softcap_one_phase": (
-        MASKED, "bf16", (128, 128), "bottom_right", {**WIDE, "split_masked_loop": False}, PLAIN,
+    "masked_bf16_d128_softcap_one_phase": row(
+        MASKED, "bf16", (128, 128), "bottom_right", {**WIDE, "split_masked_loop": False}, softcap=True
     ),
-    "backward_split_bf16_d64_dropout": (SPLIT, "bf16", (64, 64), "bottom_right", BOTH, PLAIN),
-    "backward_fused_bf16_d64_dropout": (FUSED, "bf16", (64, 64), "none", SHARED, PLAIN),
-    "decode_bf16_d128": (
-        DECODE, "bf16", (128, 128), "bottom_right", {**PARTS, "early_combine": True}, ROW_SUMS,
+    "backward_split_bf16_d64_dropout": row(
+        SPLIT, "bf16", (64, 64), "bottom_right", BOTH, dropout=True, alibi=True
     ),
-    "decode_bf16_d128_full": (DECODE, "bf16", (128, 128), "none", PARTS, PLAIN),
-    "decode_bf16_d128_early": (
-        DECODE, "bf16", (128, 128), "bottom_right",
-        {**PARTS, "early_combine": True, "early_start": True}, PLAIN,
+    "backward_fused_bf16_d64_dropout": row(FUSED, "bf16", (64, 64), "none", SHARED, dropout=True),
+    "decode_bf16_d128": row(
+        DECODE, "bf16", (128, 128), "bottom_right", {**PARTS, "early_combine": True}, ROW_SUMS
     ),
-    "decode_bf16_d64_packed_pages": (
-        DECODE, "bf16", (64, 64), "bottom_right", {**PARTS, "num_stages": 5}, ROW_SUMS,
+    "decode_bf16_d128_full": row(DECODE, "bf16", (128, 128), "none", PARTS),
+    "decode_bf16_d128_early": row(
+        DECODE, "bf16", (128, 128), "bottom_right", {**PARTS, "early_combine": True, "early_start": True}
     ),
-    "decode_bf16_d64_window": (
-        DECODE, "bf16", (64, 64), "bottom_right", {**PARTS, "num_stages": 5, "num_splits": 1}, PLAIN,
+    "decode_bf16_d64_packed_pages": row(
+        DECODE, "bf16", (64, 64), "bottom_right", {**PARTS, "num_stages": 5}, ROW_SUMS, packed=1,
+        page_size=16, kv_dtype=KvDtype.INT8, kv_scale=KvScale.PAGE, window_left=1024, sink_tokens=4
     ),
-    "decode_bf16_d64_window_splits": (
-        DECODE, "bf16", (64, 64), "bottom_right", {**PARTS, "num_stages": 5, "early_combine": True}, PLAIN,
+    "decode_bf16_d64_window": row(
+        DECODE, "bf16", (64, 64), "bottom_right", {**PARTS, "num_stages": 5, "num_splits": 1}, page_size=16,
+        window_left=1024, sinks=True
     ),
-    "decode_bf16_d128_e4m3": (DECODE, "bf16", (128, 128), "bottom_right", PARTS, PLAIN),
-    "decode_bf16_latent": (
+    "decode_bf16_d64_window_splits": row(
+        DECODE, "bf16", (64, 64), "bottom_right", {**PARTS, "num_stages": 5, "early_combine": True},
+        page_size=16, window_left=1024, softcap=True
+    ),
+    "decode_bf16_d128_e4m3": row(
+        DECODE, "bf16", (128, 128), "bottom_right", PARTS, kv_dtype=KvDtype.E4M3, kv_scale=KvScale.HEAD
+    ),
+    "decode_bf16_latent": row(
         DECODE, "bf16", (576, 512), "bottom_right",
-        {"block_m": 64, "block_n": 64, "num_warps": 8, "num_stages": 2}, PLAIN,
+        {"block_m": 64, "block_n": 64, "num_warps": 8, "num_stages": 2}, page_size=64, mla=True
     ),
-    "decode_fp32_d40_scores": (DECODE, "fp32", (40, 24), "none", {**SMALL, "num_splits": 3}, ANYWHERE),
-    "backward_split_bf16_d128": (
-        SPLIT, "bf16", (128, 128), "none", {**BOTH, "split_masked_loop": False}, PLAIN,
+    "decode_fp32_d40_scores": row(
+        DECODE, "fp32", (40, 24), "none", {**SMALL, "num_splits": 3}, ANYWHERE, softcap=True, alibi=True,
+        bias=Bias.BOOLEAN, chunk=64, prefix=True, sinks=True
     ),
-    "backward_split_bf16_d64_causal": (SPLIT, "bf16", (64, 64), "bottom_right", BOTH, ROW_SUMS),
-    "backward_split_fp16_d192_v128_window": (
-        SPLIT, "fp16", (192, 128), "top_left", {**NARROW, "split_head_dim": True}, PLAIN,
+    "backward_split_bf16_d128": row(SPLIT, "bf16", (128, 128), "none", {**BOTH, "split_masked_loop": False}),
+    "backward_split_bf16_d64_causal": row(SPLIT, "bf16", (64, 64), "bottom_right", BOTH, ROW_SUMS),
+    "backward_split_fp16_d192_v128_window": row(
+        SPLIT, "fp16", (192, 128), "top_left", {**NARROW, "split_head_dim": True}, window_left=1024,
+        sink_tokens=4, sinks=True
     ),
-    "backward_split_bf16_d64_packed": (SPLIT, "bf16", (64, 64), "bottom_right", NARROW, PLAIN),
-    "backward_split_bf16_d64_packed_dropout": (SPLIT, "bf16", (64, 64), "bottom_right", NARROW, PLAIN),
-    "backward_split_fp32_d40_scores": (
+    "backward_split_bf16_d64_packed": row(
+        SPLIT, "bf16", (64, 64), "bottom_right", NARROW, packed=1, alibi=True
+    ),
+    "backward_split_bf16_d64_packed_dropout": row(
+        SPLIT, "bf16", (64, 64), "bottom_right", NARROW, packed=1, alibi=True, dropout=True
+    ),
+    "backward_split_fp32_d40_scores": row(
         SPLIT, "fp32", (40, 24), "none",
         {**NARROW, "num_stages": 1, "dq_stages": 1, "block_n": 32, "dq_block_m": 32, "heads_innermost": True},
-        ANYWHERE,
+        ANYWHERE, softcap=True, alibi=True, bias=Bias.ADDITIVE, chunk=64, prefix=True, kv_lengths=True
     ),
-    "backward_split_bf16_d64_constant_bias": (SPLIT, "bf16", (64, 64), "none", BOTH, CONSTANT_BIAS),
-    "backward_fused_bf16_d128_causal": (FUSED, "bf16", (128, 128), "bottom_right", SHARED, ROW_SUMS),
-    "backward_split_bf16_d128_softcap": (
-        SPLIT, "bf16", (128, 128), "bottom_right", {**BOTH, "split_masked_loop": False, "lpt": True}, PLAIN,
+    "backward_split_bf16_d64_constant_bias": row(
+        SPLIT, "bf16", (64, 64), "none", BOTH, CONSTANT_BIAS, bias=Bias.ADDITIVE
     ),
-    "backward_fused_bf16_d64_bias": (
-        FUSED, "bf16", (64, 64), "bottom_right", {**SHARED, "split_masked_loop": False}, PLAIN,
+    "backward_fused_bf16_d128_causal": row(FUSED, "bf16", (128, 128), "bottom_right", SHARED, ROW_SUMS),
+    "backward_split_bf16_d128_softcap": row(
+        SPLIT, "bf16", (128, 128), "bottom_right", {**BOTH, "split_masked_loop": False, "lpt": True},
+        softcap=True
     ),
-    "backward_fused_bf16_d64_mask": (FUSED, "bf16", (64, 64), "none", SHARED, PLAIN),
-    "backward_fused_bf16_d256": (
+    "backward_fused_bf16_d64_bias": row(
+        FUSED, "bf16", (64, 64), "bottom_right", {**SHARED, "split_masked_loop": False}, bias=Bias.ADDITIVE
+    ),
+    "backward_fused_bf16_d64_mask": row(FUSED, "bf16", (64, 64), "none", SHARED, bias=Bias.BOOLEAN),
+    "backward_fused_bf16_d256": row(
         FUSED, "bf16", (256, 256), "none",
-        {**SHARED, "block_m": 32, "block_n": 64, "split_masked_loop": False, "transpose_dq": True}, PLAIN,
+        {**SHARED, "block_m": 32, "block_n": 64, "split_masked_loop": False, "transpose_dq": True}
     ),
-    "backward_fused_fp16_d192_v128_packed": (
+    "backward_fused_fp16_d192_v128_packed": row(
         FUSED, "fp16", (192, 128), "bottom_right",
-        {**SHARED, "block_m": 32, "block_n": 64, "split_head_dim": True}, PLAIN,
+        {**SHARED, "block_m": 32, "block_n": 64, "split_head_dim": True}, packed=1, alibi=True
     ),
-    "backward_fused_fp32_d40_scores": (
+    "backward_fused_fp32_d40_scores": row(
         FUSED, "fp32", (40, 24), "none", {**SMALL, "reduction": "atomics", "heads_innermost": True}, ANYWHERE,
+        softcap=True, bias=Bias.ADDITIVE, chunk=64, prefix=True, kv_lengths=True
     ),
-    "hopper_bf16_latent_pages": (
-        LATENT, "bf16", (576, 512), "bottom_right",
-        {"queries": 1, "num_warps": 4, "num_stages": 2, "num_splits": 1, "overlap_pv": True}, ROW_SUMS,
+    "hopper_bf16_latent_pages": row(
+        LATENT, "bf16", (576, 512), "bottom_right", ONE_QUERY, ROW_SUMS, page_size=64, mla=True
     ),
-    "hopper_bf16_latent_small_pages": (
-        LATENT, "bf16", (576, 512), "bottom_right",
-        {"queries": 1, "num_warps": 4, "num_stages": 2, "num_splits": 1, "overlap_pv": True}, ROW_SUMS,
+    "hopper_bf16_latent_small_pages": row(
+        LATENT, "bf16", (576, 512), "bottom_right", ONE_QUERY, ROW_SUMS, page_size=16, mla=True
     ),
-    "hopper_bf16_latent_outputs": (
-        LATENT, "bf16", (576, 512), "bottom_right",
-        {"queries": 1, "num_warps": 4, "num_stages": 2, "num_splits": 1, "overlap_pv": True}, PLAIN,
+    "hopper_bf16_latent_outputs": row(
+        LATENT, "bf16", (576, 512), "bottom_right", ONE_QUERY, page_size=64, mla=True
     ),
-    "hopper_fp16_latent_parts": (
-        LATENT, "fp16", (576, 512), "bottom_right",
-        {"queries": 4, "num_warps": 4, "num_stages": 2, "num_splits": 6, "overlap_pv": False}, ROW_SUMS,
+    "hopper_fp16_latent_parts": row(
+        LATENT, "fp16", (576, 512), "bottom_right", FOUR_QUERIES, ROW_SUMS, kv_lengths=True, mla=True
     ),
-    "hopper_fp16_latent_page_parts": (
-        LATENT, "fp16", (576, 512), "bottom_right",
-        {"queries": 4, "num_warps": 4, "num_stages": 2, "num_splits": 6, "overlap_pv": False}, PLAIN,
+    "hopper_fp16_latent_page_parts": row(
+        LATENT, "fp16", (576, 512), "bottom_right", FOUR_QUERIES, page_size=64, mla=True
     ),
-}  # fmt: skip
-# Further options of the problems, by the name of the file.
-FEATURES: dict[str, dict[str, Any]] = {
-    "hopper_bf16_d128_window": {"window_left": 1024},
-    "hopper_fp16_d64_packed_sequences": {"packed": 1},
-    "hopper_bf16_d128_packed_sequences_pages": {"packed": 1, "page_size": 16},
-    "hopper_bf16_d128_packed_sequences_pages_of_one": {"packed": 1, "page_size": 1},
-    "hopper_fp16_d96_v80_pages": {"page_size": 256},
-    "hopper_bf16_d128_packed_sequences_eight_bit_pages": {
-        "packed": 1, "page_size": 16, "kv_dtype": KvDtype.E4M3, "kv_scale": KvScale.TENSOR,
-        "window_left": 1024,
-    },
-    "hopper_fp16_d64_eight_bit_pages": {
-        "page_size": 64, "kv_dtype": KvDtype.E4M3, "kv_scale": KvScale.HEAD,
-    },
-    "hopper_bf16_d128_integer_pages": {
-        "page_size": 64, "kv_dtype": KvDtype.INT8, "kv_scale": KvScale.HEAD,
-    },
-    "hopper_bf16_d128_packed_sequences_page_scales": {
-        "packed": 1, "page_size": 16, "kv_dtype": KvDtype.INT8, "kv_scale": KvScale.PAGE,
-        "window_left": 1024, "sink_tokens": 4,
-    },
-    "hopper_bf16_d64_page_scales": {
-        "page_size": 64, "kv_dtype": KvDtype.E4M3, "kv_scale": KvScale.PAGE,
-    },
-    "hopper_bf16_d128_dropout": {"dropout": True},
-    "hopper_fp16_d96_v80_window_dropout": {"window_left": 1024, "dropout": True},
-    "hopper_bf16_d128_scores": {"softcap": True, "alibi": True, "sinks": True, "chunk": 2048},
-    "hopper_bf16_d64_sinks": {"sinks": True},
-    "hopper_bf16_d128_softcap": {"softcap": True},
-    "hopper_bf16_d128_bias": {"bias": Bias.ADDITIVE},
-    "hopper_bf16_d128_blocks": {"block_mask": 128, "block_lists": BlockLists.GROUP},
-    "hopper_bf16_d128_full_blocks": {"block_mask": 128},
-    "hopper_bf16_d64_small_blocks": {"block_mask": 64},
-    "hopper_bf16_d64_window_sinks": {"sinks": True, "window_left": 127},
-    "hopper_bf16_d64_boolean": {"bias": Bias.BOOLEAN},
-    "hopper_bf16_d64_boolean_full": {"bias": Bias.BOOLEAN},
-    "hopper_bf16_d64_bias_row_sums": {"bias": Bias.ADDITIVE},
-    "hopper_bf16_d64_masks": {"window_left": 512, "sink_tokens": 4, "prefix": True, "kv_lengths": True},
-    "masked_bf16_d64_window_sinks": {"window_left": 1024, "sink_tokens": 4, "sinks": True},
-    "masked_fp16_d128_packed_pages": {
-        "packed": 1, "page_size": 16, "kv_dtype": KvDtype.E4M3, "kv_scale": KvScale.PAGE,
-    },
-    "masked_bf16_d128_dropout": {"dropout": True},
-    "masked_bf16_d128_window": {"window_left": 1024},
-    "masked_bf16_d128_softcap_dropout": {"window_left": 1024, "softcap": True, "dropout": True},
-    "masked_bf16_d128_eight_bit_pages": {
-        "page_size": 16, "kv_dtype": KvDtype.E4M3, "kv_scale": KvScale.HEAD,
-    },
-    "masked_bf16_d128_packed_large_pages": {"packed": 1, "page_size": 256},
-    "masked_bf16_d64_bias": {"bias": Bias.ADDITIVE},
-    "masked_bf16_d128_softcap_one_phase": {"softcap": True},
-    "masked_bf16_d64_alibi": {"alibi": True},
-    "masked_bf16_d64_boolean": {"bias": Bias.BOOLEAN},
-    "masked_bf16_d128_full_blocks": {"block_mask": 128},
-    "masked_bf16_d128_blocks": {"block_mask": 128, "block_lists": BlockLists.GROUP},
-    "backward_split_bf16_d64_dropout": {"dropout": True, "alibi": True},
-    "backward_fused_bf16_d64_dropout": {"dropout": True},
-    "decode_bf16_d64_packed_pages": {
-        "packed": 1, "page_size": 16, "kv_dtype": KvDtype.INT8, "kv_scale": KvScale.PAGE,
-        "window_left": 1024, "sink_tokens": 4,
-    },
-    "decode_bf16_d64_window": {"page_size": 16, "window_left": 1024, "sinks": True},
-    "decode_bf16_d64_window_splits": {"page_size": 16, "window_left": 1024, "softcap": True},
-    "decode_bf16_d128_e4m3": {"kv_dtype": KvDtype.E4M3, "kv_scale": KvScale.HEAD},
-    "backward_split_fp16_d192_v128_window": {"window_left": 1024, "sink_tokens": 4, "sinks": True},
-    "backward_split_bf16_d64_packed": {"packed": 1, "alibi": True},
-    "backward_split_bf16_d64_packed_dropout": {"packed": 1, "alibi": True, "dropout": True},
-    "backward_split_bf16_d128_softcap": {"softcap": True},
-    "backward_fused_bf16_d64_bias": {"bias": Bias.ADDITIVE},
-    "backward_split_bf16_d64_constant_bias": {"bias": Bias.ADDITIVE},
-    "backward_split_fp32_d40_scores": {
-        "softcap": True, "alibi": True, "bias": Bias.ADDITIVE, "chunk": 64, "prefix": True,
-        "kv_lengths": True,
-    },
-    "backward_fused_bf16_d64_mask": {"bias": Bias.BOOLEAN},
-    "backward_fused_fp16_d192_v128_packed": {"packed": 1, "alibi": True},
-    "backward_fused_fp32_d40_scores": {
-        "softcap": True, "bias": Bias.ADDITIVE, "chunk": 64, "prefix": True, "kv_lengths": True,
-    },
-    "decode_bf16_latent": {"page_size": 64, "mla": True},
-    "hopper_bf16_latent_pages": {"page_size": 64, "mla": True},
-    "hopper_bf16_latent_outputs": {"page_size": 64, "mla": True},
-    "hopper_bf16_latent_small_pages": {"page_size": 16, "mla": True},
-    "hopper_fp16_latent_parts": {"kv_lengths": True, "mla": True},
-    "hopper_fp16_latent_page_parts": {"page_size": 64, "mla": True},
-    "decode_fp32_d40_scores": {
-        "softcap": True, "alibi": True, "bias": Bias.BOOLEAN, "chunk": 64, "prefix": True,
-        "sinks": True,
-    },
-    "masked_fp32_d40_scores": {"softcap": True, "alibi": True, "bias": Bias.ADDITIVE, "chunk": 64},
 }  # fmt: skip
 
 
 def kernel_of(name: str) -> Kernel:
     """The kernel of that combination."""
-    family_name, dtype, widths, causal, values, specialization = COMBINATIONS[name]
-    family = find_family(family_name)
-    problem = Problem(
-        dtype=Dtype(dtype),
-        head_dim=widths[0],
-        value_head_dim=widths[1],
-        heads=8,
-        kv_heads=4,
-        batch=2,
-        seqlen_q=1024,
-        seqlen_kv=1024,
-        causal=Causal(causal),
+    chosen = COMBINATIONS[name]
+    family = find_family(chosen.family)
+    problem = testing.problem(
+        "heads=8,kv_heads=4,seqlen=1024,head_dim=64,batch=2",
+        dtype=Dtype(chosen.dtype),
+        head_dim=chosen.widths[0],
+        value_head_dim=chosen.widths[1],
+        causal=Causal(chosen.causal),
         direction=family.direction,
+        **chosen.features,
     )
-    problem = msgspec.structs.replace(problem, **FEATURES.get(name, {}))
-    return render(family, problem, msgspec.convert(values, family.config_type), specialization)
+    config = msgspec.convert(chosen.config, family.config_type)
+    return render(family, problem, config, chosen.specialization)
 
 
 # Widths, specialisation, changes of the problem and of the default config of the family `backward_hopper`.
@@ -407,77 +374,50 @@ HOPPER_BACKWARD: dict[str, tuple[tuple[int, int], Specialization, dict[str, Any]
     "backward_hopper_bf16_d128_causal": ((128, 128), ROW_SUMS, {"causal": Causal.BOTTOM_RIGHT}, {}),
     "backward_hopper_fp16_d64_delay": ((64, 64), PLAIN, {"dtype": Dtype.FP16}, {"alternate_dq": False}),
     "backward_hopper_bf16_d96_v80_plain": (
-        (96, 80), PLAIN,
-        {},
-        {
-            "init_accumulators": False, "early_dv": True, "defer_dp_wait": False, "early_dk": False,
-            "defer_dq": False, "alternate_dq": False, "num_stages": 3,
-        },
+        (96, 80), PLAIN, {},
+        {"init_accumulators": False, "early_dv": True, "defer_dp_wait": False, "early_dk": False,
+         "defer_dq": False, "alternate_dq": False, "num_stages": 3}
     ),
     "backward_hopper_bf16_d96_v80": ((96, 80), ROW_SUMS, {}, {}),
     "backward_hopper_fp16_d64_turns": ((64, 64), PLAIN, {"dtype": Dtype.FP16}, {}),
     "backward_hopper_bf16_d128_dropout": (
-        (128, 128), ROW_SUMS,
-        {"causal": Causal.BOTTOM_RIGHT, "dropout": True},
-        {},
+        (128, 128), ROW_SUMS, {"causal": Causal.BOTTOM_RIGHT, "dropout": True}, {}
     ),
     "backward_hopper_bf16_d256_causal": ((256, 256), ROW_SUMS, {"causal": Causal.BOTTOM_RIGHT}, {}),
     "backward_hopper_bf16_d128_ordered": (
-        (128, 128), PLAIN,
-        {"causal": Causal.BOTTOM_RIGHT, "deterministic": True},
-        {},
+        (128, 128), PLAIN, {"causal": Causal.BOTTOM_RIGHT, "deterministic": True}, {}
     ),
     "backward_hopper_bf16_d128_ordered_dropout": (
-        (128, 128), PLAIN,
-        {"causal": Causal.BOTTOM_RIGHT, "dropout": True, "deterministic": True},
-        {"early_dk": False, "defer_dq": False, "alternate_dq": False},
+        (128, 128), PLAIN, {"causal": Causal.BOTTOM_RIGHT, "dropout": True, "deterministic": True},
+        {"early_dk": False, "defer_dq": False, "alternate_dq": False}
     ),
     "backward_hopper_fp16_d256_ordered": (
-        (256, 256), PLAIN,
-        {"dtype": Dtype.FP16, "deterministic": True},
-        {},
+        (256, 256), PLAIN, {"dtype": Dtype.FP16, "deterministic": True}, {}
     ),
     "backward_hopper_bf16_d128_window_softcap": (
-        (128, 128), ROW_SUMS,
-        {"causal": Causal.BOTTOM_RIGHT, "window_left": 1023, "softcap": True},
-        {},
+        (128, 128), ROW_SUMS, {"causal": Causal.BOTTOM_RIGHT, "window_left": 1023, "softcap": True}, {}
     ),
     "backward_hopper_bf16_d128_packed": (
-        (128, 128), ROW_SUMS,
-        {"causal": Causal.BOTTOM_RIGHT, "packed": 1, "sinks": True},
-        {},
+        (128, 128), ROW_SUMS, {"causal": Causal.BOTTOM_RIGHT, "packed": 1, "sinks": True}, {}
     ),
     "backward_hopper_fp16_d96_packed_full": ((96, 96), PLAIN, {"dtype": Dtype.FP16, "packed": 1}, {}),
     "backward_hopper_bf16_d64_packed_window_ordered": (
-        (64, 64), PLAIN,
-        {"packed": 1, "window_left": 100, "window_right": 50, "deterministic": True},
-        {"alternate_dq": False},
+        (64, 64), PLAIN, {"packed": 1, "window_left": 100, "window_right": 50, "deterministic": True},
+        {"alternate_dq": False}
     ),
     "backward_hopper_bf16_d256_packed_window_softcap": (
-        (256, 256), PLAIN,
-        {"causal": Causal.TOP_LEFT, "packed": 1, "window_left": 512, "softcap": True},
-        {},
+        (256, 256), PLAIN, {"causal": Causal.TOP_LEFT, "packed": 1, "window_left": 512, "softcap": True}, {}
     ),
-    "backward_hopper_bf16_d256_packed_ordered": (
-        (256, 256), PLAIN,
-        {"packed": 1, "deterministic": True},
-        {},
-    ),
+    "backward_hopper_bf16_d256_packed_ordered": ((256, 256), PLAIN, {"packed": 1, "deterministic": True}, {}),
     "backward_hopper_bf16_d128_sinks_ordered": (
-        (128, 128), ROW_SUMS,
-        {"sinks": True, "deterministic": True},
-        {},
+        (128, 128), ROW_SUMS, {"sinks": True, "deterministic": True}, {}
     ),
     "backward_hopper_bf16_d256_packed_full": ((256, 256), PLAIN, {"packed": 1}, {}),
     "backward_hopper_bf16_d128_window_ordered": (
-        (128, 128), PLAIN,
-        {"causal": Causal.BOTTOM_RIGHT, "window_left": 512, "deterministic": True},
-        {},
+        (128, 128), PLAIN, {"causal": Causal.BOTTOM_RIGHT, "window_left": 512, "deterministic": True}, {}
     ),
     "backward_hopper_fp16_d192_plain": (
-        (192, 192), PLAIN,
-        {"dtype": Dtype.FP16},
-        {"init_accumulators": False},
+        (192, 192), PLAIN, {"dtype": Dtype.FP16}, {"init_accumulators": False}
     ),
 }  # fmt: skip
 

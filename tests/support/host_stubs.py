@@ -1,7 +1,5 @@
 """Modules of serving libraries that are not installed, with the classes that frozen contracts describe."""
 
-from __future__ import annotations
-
 import abc
 import ast
 import enum

@@ -1,7 +1,5 @@
 """A fake GPU for tests of executors: it computes on the CPU and records launches."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 

@@ -1,7 +1,5 @@
 """Seeded mutations of a tuned table and of a database."""
 
-from __future__ import annotations
-
 import copy
 import json
 import random

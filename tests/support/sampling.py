@@ -1,7 +1,5 @@
 """Selects the cases of parametrised tests for `pytest --sample` by the marker `sampled`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import pytest

@@ -5,8 +5,6 @@ CPU time includes the processes that a test started and waited for. Unlike wall 
 the load of the machine.
 """
 
-from __future__ import annotations
-
 import argparse
 import resource
 import sys

@@ -1,7 +1,5 @@
 """Unfused attention of dense tensors without features."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from flashtune.core.problem import Causal, Problem

@@ -1,7 +1,5 @@
 """Untuned shapes, and the records that may serve them."""
 
-from __future__ import annotations
-
 import functools
 
 from flashtune import testing

@@ -1,7 +1,5 @@
 """The switch that rewrites the golden checksums: `pytest tests/templates --update-golden`."""
 
-from __future__ import annotations
-
 import pytest
 
 

@@ -1,7 +1,5 @@
 """Tests of the arguments of kernels, with the scales of quantised inputs."""
 
-from __future__ import annotations
-
 import pytest
 
 from flashtune.core.kernel import Alignment, Argument, Specialization

@@ -5,8 +5,6 @@ of `if`, of `x if y else z`, of each side of `and` and `or`, and whether a loop 
 Jinja, and those of Python on flags.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Callable
 from typing import TypeVar

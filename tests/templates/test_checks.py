@@ -1,7 +1,5 @@
 """Tests of the argument checks in rendered wrappers."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import re
@@ -18,7 +16,7 @@ from flashtune.launch.compilation import load_module
 from flashtune.templates import registry, rendering
 from flashtune.templates.registry import family_names, template_hash
 from flashtune.templates.rendering import CHECKS
-from tests.support.golden_kernels import COMBINATIONS, FEATURES, kernel_of
+from tests.support.golden_kernels import COMBINATIONS, kernel_of
 
 DTYPES = {
     "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "e4m3": torch.float8_e4m3fn,
@@ -37,9 +35,10 @@ def wrapper_of(name: str) -> Callable[..., Any]:
 
 def call_of(name: str) -> Call:
     """Tensors on the CPU that the wrapper of a golden kernel takes."""
-    _, dtype_name, (width, value_width), _, _, _ = COMBINATIONS[name]
-    asked = FEATURES.get(name, {})
-    dtype = DTYPES[dtype_name]
+    combination = COMBINATIONS[name]
+    width, value_width = combination.widths
+    asked = combination.features
+    dtype = DTYPES[combination.dtype]
     page_size = asked.get("page_size", 0)
     kv_heads = 1 if asked.get("mla") else KV_HEADS
     batch = 1 if asked.get("packed") else BATCH
@@ -132,7 +131,8 @@ def large_tensors_of(name: str) -> list[str]:
 
 EVERY = pytest.mark.parametrize("name", COMBINATIONS)
 EVERY_ALIGNED = pytest.mark.parametrize(
-    "name", [name for name, case in COMBINATIONS.items() if case[5].alignment is not Alignment.ANY]
+    "name",
+    [name for name, case in COMBINATIONS.items() if case.specialization.alignment is not Alignment.ANY],
 )
 
 
@@ -195,7 +195,7 @@ def test_kv_heads_that_do_not_divide_heads_are_refused(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [name for name in COMBINATIONS if not FEATURES.get(name, {}).get("page_size")]
+    "name", [name for name in COMBINATIONS if not COMBINATIONS[name].features.get("page_size")]
 )
 def test_unequal_batches_are_refused(name: str) -> None:
     def change(call: Call) -> None:
@@ -228,7 +228,7 @@ def latent(tensor: str, made: Callable[[Tensor], Tensor]) -> Change:
 
 def of_layout(name: str, tensor: str, made: Callable[[Tensor], Tensor]) -> tuple[str, Change]:
     """The tensor that the check names, and the change of a tensor."""
-    if not FEATURES.get(name, {}).get("mla"):
+    if not COMBINATIONS[name].features.get("mla"):
         return tensor, put(tensor, made)
     return ("q" if tensor == "q" else "k"), latent(tensor, made)
 
@@ -269,19 +269,19 @@ def far(tensor: str, dimension: int, stride: int, *, is_latent: bool = False) ->
     [
         name
         for name, case in COMBINATIONS.items()
-        if case[0] not in ("forward_hopper", "decode_latent_hopper")
+        if case.family not in ("forward_hopper", "decode_latent_hopper")
     ],
 )
 def test_offsets_beyond_32_bits_are_refused(name: str) -> None:
     """Tensors without memory, which all lie on one device."""
     for tensor in large_tensors_of(name):
-        is_latent = bool(FEATURES.get(name, {}).get("mla"))
+        is_latent = bool(COMBINATIONS[name].features.get("mla"))
         named, dimension, stride = ("k", 2, 2**26) if is_latent and tensor != "q" else (tensor, 1, 2**31)
         change = far(named, dimension, stride, is_latent=is_latent)
         refused(name, change, rf"^{named} spans \d+ elements, expected fewer than 2\*\*31$")
 
 
-@pytest.mark.parametrize("name", [name for name in COMBINATIONS if FEATURES.get(name, {}).get("bias")])
+@pytest.mark.parametrize("name", [name for name in COMBINATIONS if COMBINATIONS[name].features.get("bias")])
 def test_a_bias_beyond_32_bits_is_refused(name: str) -> None:
     message = r"^bias spans \d+ elements in one batch, expected fewer than 2\*\*31"
     refused(name, far("bias", 1, 2**31), message)
@@ -289,7 +289,7 @@ def test_a_bias_beyond_32_bits_is_refused(name: str) -> None:
 
 @EVERY
 def test_non_contiguous_extra_inputs_are_refused(name: str) -> None:
-    is_quantized = "e4m3_d128" in name and not FEATURES.get(name, {}).get("kv_dtype")
+    is_quantized = "e4m3_d128" in name and not COMBINATIONS[name].features.get("kv_dtype")
     for tensor in tensors_of(name):
         if tensor in ("lse", "dlse") or (is_quantized and tensor not in ("q", "k", "v")):
             refused(
@@ -299,7 +299,7 @@ def test_non_contiguous_extra_inputs_are_refused(name: str) -> None:
             )
 
 
-@pytest.mark.parametrize("name", [name for name in COMBINATIONS if FEATURES.get(name, {}).get("mla")])
+@pytest.mark.parametrize("name", [name for name in COMBINATIONS if COMBINATIONS[name].features.get("mla")])
 def test_separate_values_of_latent_keys_are_refused(name: str) -> None:
     refused(name, put("v", torch.clone), r"^v is a tensor of its own, expected the first 512 columns of k$")
 
@@ -309,7 +309,7 @@ def test_separate_values_of_latent_keys_are_refused(name: str) -> None:
     [
         name
         for name in COMBINATIONS
-        if not COMBINATIONS[name][0].endswith(("outer", "masked", "kv", "split", "fused"))
+        if not COMBINATIONS[name].family.endswith(("outer", "masked", "kv", "split", "fused"))
     ],
 )
 def test_gluon_kernels_refuse_cpu_tensors(name: str) -> None:
@@ -319,7 +319,7 @@ def test_gluon_kernels_refuse_cpu_tensors(name: str) -> None:
 @pytest.mark.slow
 def test_checks_do_not_affect_versions_and_digests(monkeypatch: pytest.MonkeyPatch) -> None:
     # A kernel of each family.
-    names = {case[0]: name for name, case in COMBINATIONS.items()}.values()
+    names = {case.family: name for name, case in COMBINATIONS.items()}.values()
     before = {name: kernel_of(name) for name in names}
     versions = {name: template_hash(name) for name in family_names()}
     read = registry._read

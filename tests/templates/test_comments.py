@@ -1,7 +1,5 @@
 """Tests that comments, docstrings and wrappers do not affect digests and versions."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from importlib import resources
@@ -61,7 +59,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Read], None]]
 
 def kernels() -> dict[str, Kernel]:
     """A kernel of each family. The canonical forms of all templates are compared below."""
-    of_family = {combination[0]: name for name, combination in COMBINATIONS.items()}
+    of_family = {combination.family: name for name, combination in COMBINATIONS.items()}
     return {name: kernel_of(name) for name in of_family.values()}
 
 

@@ -1,7 +1,5 @@
 """Removal of branches that a config cannot take."""
 
-from __future__ import annotations
-
 import ast
 import textwrap
 from collections.abc import Mapping

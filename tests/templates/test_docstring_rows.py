@@ -1,7 +1,5 @@
 """Tests of the removal of rows that explain absent names."""
 
-from __future__ import annotations
-
 from flashtune.templates.docstring_rows import remove_absent_rows
 
 SOURCE = '''"""Computes a sum.

@@ -1,7 +1,5 @@
 """Tests that the table of docs/features.md matches the features of the families."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -4,8 +4,6 @@ After a template was changed on purpose: read `make render-diff`, then
 `pytest tests/templates/test_golden.py --update-golden`.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import re
@@ -149,7 +147,7 @@ def test_all_families_take_tensors_and_scale_in_the_same_order(name: str) -> Non
     """Kernel packages call the files of all families alike."""
     by_name = functions(rendered_kernel(name).source)
     order = ["q", "k", "v", "scale"] if "attention" in by_name else [*"qkv", "out", "lse", "dout", "scale"]
-    order += ["q_scale", "k_scale", "v_scale"] if COMBINATIONS[name][1] == "e4m3" else []
+    order += ["q_scale", "k_scale", "v_scale"] if COMBINATIONS[name].dtype == "e4m3" else []
     (entry,) = (by_name[wrapper] for wrapper in ("attention", "attention_backward") if wrapper in by_name)
     assert [argument.arg for argument in entry.args.args] == order
 
@@ -158,15 +156,16 @@ def test_all_families_take_tensors_and_scale_in_the_same_order(name: str) -> Non
 def test_header_describes_the_kernel(name: str) -> None:
     kernel = rendered_kernel(name)
     header = ast.get_docstring(ast.parse(kernel.source)) or ""
-    _, dtype, widths, causal, values, _ = COMBINATIONS[name]
-    assert f"{dtype}, head dim {widths[0]}, value head dim {widths[1]}, causal: {causal}" in header
+    chosen = COMBINATIONS[name]
+    widths = "head dim {}, value head dim {}".format(*chosen.widths)
+    assert f"{chosen.dtype}, {widths}, causal: {chosen.causal}" in header
     said = {
         HOPPER: "num_consumer_groups {num_consumer_groups}, rows_per_group {rows_per_group}, "
         "block_n {block_n}, num_stages {num_stages}",
         LATENT: "{queries} queries and {heads} heads a tile, {num_stages} stages, {num_splits} parts",
     }
     told = said.get(kernel.family, "block_m {block_m}, block_n {block_n}, {num_warps} warps")
-    assert told.format(**values, heads=64 // values.get("queries", 1)) in header
+    assert told.format(**chosen.config, heads=64 // chosen.config.get("queries", 1)) in header
     assert kernel.family in header
 
 

@@ -1,7 +1,5 @@
 """Tests of a native Gluon family: its description, rendering and compilation."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 

@@ -1,7 +1,5 @@
 """Tests of the precision of float32 products: default configs and compiled kernels use Tensor Cores."""
 
-from __future__ import annotations
-
 import re
 
 import msgspec

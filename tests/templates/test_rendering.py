@@ -1,7 +1,5 @@
 """Tests of rendering: typed contexts, undefined names, and digests."""
 
-from __future__ import annotations
-
 import enum
 import functools
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests that each family renders and compiles under every supported Triton."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

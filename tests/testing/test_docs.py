@@ -1,7 +1,5 @@
 """Runs the examples of docs/testing.md."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tests of `flashtune.testing.problem` and of the fake GPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

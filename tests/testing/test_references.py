@@ -1,7 +1,5 @@
 """Tests of `flashtune.testing` on unfused attention, torch's SDPA and wrong results."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from typing import Any

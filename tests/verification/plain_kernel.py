@@ -3,8 +3,6 @@
 It reads lengths, tables and scales itself, sequence by sequence; mistakes are put into its inputs.
 """
 
-from __future__ import annotations
-
 import msgspec
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Tests of the float64 reference with block masks, and of the lists of verification and of searches."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

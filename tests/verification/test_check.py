@@ -1,7 +1,5 @@
 """Tests that a check restores torch's thread count."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from typing import cast

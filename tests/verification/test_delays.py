@@ -1,7 +1,5 @@
 """Tests of kernels with delays: sleeps at every synchronisation point."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests of the mask probe: visible keys next to hidden keys."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

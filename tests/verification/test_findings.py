@@ -1,7 +1,5 @@
 """Tests of the checks of launches: results, determinism, stray writes and inputs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tests of the tolerances on flash attention in torch: correct in 16 bits, and with small errors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import msgspec

@@ -1,7 +1,5 @@
 """Tests that each level has a problem with three tiles of queries and keys for every kernel."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Tests of the preload: it calls the operations of a self-check without launches."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

@@ -1,7 +1,5 @@
 """Tests of drawing random problems for the GPU."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

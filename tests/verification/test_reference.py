@@ -1,7 +1,5 @@
 """Tests of the reference against torch's float64 attention, and of its sampled rows."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests of the verification with features: correct results pass, and errors do not."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Tests of masks of heads: equal masks are shared, and small ones are computed on the CPU."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

@@ -1,7 +1,5 @@
 """Explains a kernel's speed: SRAM budget, roofline, traffic, occupancy and other candidates."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import msgspec
@@ -36,29 +34,17 @@ class SramBudget(msgspec.Struct, frozen=True):
 
 
 class Roofline(msgspec.Struct, frozen=True):
-    """The minimum time of a problem on a target, in ms, and the resource that limits it.
+    """The minimum time of a problem on a target, in ms, and the resource that limits it."""
 
-    Attributes:
-        flops: Operations of all products over the pairs that the mask keeps.
-        minimal_bytes: Each input read once, each output written once.
-        intensity: Operations per byte.
-        ridge: The intensity above which the Tensor Cores, not the memory, limit the time.
-        matrix_ms: The products at the Tensor Cores' peak.
-        softmax_ms: Exponentials and the arithmetic around them, at their units' peak.
-        memory_ms: The minimal bytes at the datasheet's bandwidth.
-        bound_ms: The longest of the three.
-        bound_by: `matrix units`, `softmax` or `memory`.
-    """
-
-    flops: int
-    minimal_bytes: int
-    intensity: float
-    ridge: float
-    matrix_ms: float
-    softmax_ms: float
-    memory_ms: float
-    bound_ms: float
-    bound_by: str
+    flops: int  # Operations of all products over the pairs that the mask keeps.
+    minimal_bytes: int  # Each input read once, each output written once.
+    intensity: float  # Operations per byte.
+    ridge: float  # The intensity above which the Tensor Cores, not the memory, limit the time.
+    matrix_ms: float  # The products at the Tensor Cores' peak.
+    softmax_ms: float  # Exponentials and the arithmetic around them, at their units' peak.
+    memory_ms: float  # The minimal bytes at the datasheet's bandwidth.
+    bound_ms: float  # The longest of the three.
+    bound_by: str  # `matrix units`, `softmax` or `memory`.
 
 
 class Traffic(msgspec.Struct, frozen=True):

@@ -1,7 +1,5 @@
 """Attention of a whole model over sequence length: memory, HBM traffic and roofline times."""
 
-from __future__ import annotations
-
 import math
 
 import msgspec
@@ -30,43 +28,31 @@ FLOAT32_BYTES = 4
 
 
 class Way(msgspec.Struct, frozen=True):
-    """One implementation of a model's attention at one length.
+    """One implementation of a model's attention at one length."""
 
-    Attributes:
-        memory: Bytes of one layer in addition to queries, keys and values: its output and scratch. In
-            training, also further tensors of the backward pass. Of the kind of layer that needs most.
-        traffic: HBM bytes of all layers with the loop order of the implementation. Repeated reads count if
-            they miss L2.
-        bound_ms: Minimum time of all layers on the target, in ms, from its peak rates and the unavoidable
-            bytes. These are each input and output once, and for unfused attention its intermediate results.
-        bound_by: `matrix units`, `softmax` or `memory`, for the kind of layer that takes longest.
-    """
-
+    # Bytes of one layer in addition to queries, keys and values: its output and scratch. In training, also
+    # further tensors of the backward pass. Of the kind of layer that needs most.
     memory: int
+    # HBM bytes of all layers with the loop order of the implementation. Repeated reads count if they miss L2.
     traffic: int
+    # Minimum time of all layers on the target, in ms, from its peak rates and the unavoidable bytes. These
+    # are each input and output once, and for unfused attention its intermediate results.
     bound_ms: float
+    # `matrix units`, `softmax` or `memory`, for the kind of layer that takes longest.
     bound_by: str
 
 
 class Point(msgspec.Struct, frozen=True):
-    """A model's attention at one length.
+    """A model's attention at one length."""
 
-    Attributes:
-        seqlen: Tokens of a sequence.
-        kv_bytes: Bytes of the caches of all layers and sequences without gaps: keys and values once for each
-            KV head, or latent keys.
-        unfused: Unfused attention, which stores its scores.
-        flash: The kernels that dispatch would select.
-        families: Those kernels' families without duplicates.
-        speedup: Time of unfused attention over that of the kernels, by their rooflines.
-    """
-
-    seqlen: int
+    seqlen: int  # Tokens of a sequence.
+    # Bytes of the caches of all layers and sequences without gaps: keys and values once for each KV head, or
+    # latent keys.
     kv_bytes: int
-    unfused: Way
-    flash: Way
-    families: tuple[str, ...]
-    speedup: float
+    unfused: Way  # Unfused attention, which stores its scores.
+    flash: Way  # The kernels that dispatch would select.
+    families: tuple[str, ...]  # Those kernels' families without duplicates.
+    speedup: float  # Time of unfused attention over that of the kernels, by their rooflines.
 
 
 class Overview(msgspec.Struct, frozen=True):

@@ -1,7 +1,5 @@
 """Ranks recorded problems by the total time of their calls."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,16 +14,11 @@ MAX_CHUNKS = 2**20
 
 
 class WeightedProblem(NamedTuple):
-    """A problem that programs called.
-
-    Attributes:
-        calls: Number of calls, for any alignment of their tensors.
-        least_ms: Minimum time of all these calls on a target, by its peak rates.
-    """
+    """A problem that programs called."""
 
     problem: Problem
-    calls: int
-    least_ms: float
+    calls: int  # Number of calls, for any alignment of their tensors.
+    least_ms: float  # Minimum time of all these calls on a target, by its peak rates.
 
 
 def weigh(counts: tuple[CallCount, ...], target: Target) -> tuple[WeightedProblem, ...]:

@@ -1,7 +1,5 @@
 """Selects the contestants to time: those with correct results. Each becomes a CUDA graph."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import NamedTuple

@@ -4,8 +4,6 @@ Each forward pass runs once, before timing. The timed work is the backward pass 
 that of flashtune's entry points, called as programs call them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math

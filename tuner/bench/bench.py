@@ -5,8 +5,6 @@ reference, under the tolerance that candidates of a search must meet. Times are 
 without host time. Samples of a problem's contestants are interleaved, each after the same flush of the L2.
 """
 
-from __future__ import annotations
-
 import functools
 import statistics
 import time

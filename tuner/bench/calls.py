@@ -1,7 +1,5 @@
 """The call of flashtune that computes a problem, as a program writes it."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -20,25 +18,17 @@ from flashtune.tuner.execution.inputs import Tensors
 
 
 class ProgramCall(NamedTuple):
-    """A call of one of flashtune's entry points.
+    """A call of one of flashtune's entry points."""
 
-    Attributes:
-        attend: `flashtune.attention`, `attention_varlen` or `attention_paged`.
-        plan: The function that prepares such a call.
-        explain: The function that returns its kernel.
-        inputs: The positional tensors, in the layout of the entry point.
-        named: Tensors that are passed by name, also to a prepared call.
-        options: All other options.
-        heads_first: Brings the output to [batch, heads, seqlen_q, value_head_dim], or to [1, heads, total_q,
-            value_head_dim] for packed sequences.
-    """
-
-    attend: Callable[..., Any]
-    plan: Callable[..., Callable[..., Any]]
-    explain: Callable[..., Explanation]
-    inputs: tuple[Tensor | None, ...]
+    attend: Callable[..., Any]  # `flashtune.attention`, `attention_varlen` or `attention_paged`.
+    plan: Callable[..., Callable[..., Any]]  # The function that prepares such a call.
+    explain: Callable[..., Explanation]  # The function that returns its kernel.
+    inputs: tuple[Tensor | None, ...]  # The positional tensors, in the layout of the entry point.
+    # Tensors that are passed by name, also to a prepared call.
     named: Mapping[str, Tensor | BlockMask | None]
-    options: Mapping[str, Any]
+    options: Mapping[str, Any]  # All other options.
+    # Brings the output to [batch, heads, seqlen_q, value_head_dim], or to [1, heads, total_q, value_head_dim]
+    # for packed sequences.
     heads_first: Callable[[Tensor], Tensor]
 
 

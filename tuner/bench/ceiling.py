@@ -1,7 +1,5 @@
 """Speeds of a plain matrix product and a plain copy in the same run: upper bounds for attention."""
 
-from __future__ import annotations
-
 import functools
 
 import torch

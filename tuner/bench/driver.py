@@ -1,7 +1,5 @@
 """Runs `flashtune bench` over several problems, after it compiles their kernels in parallel."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -27,39 +25,25 @@ COMPILED_HERE = 3
 
 
 class BenchRequest(msgspec.Struct, frozen=True):
-    """The problems and options of a run.
+    """The problems and options of a run."""
 
-    Attributes:
-        problems: At least one, none empty.
-        device: Index of the GPU.
-        peers: Baselines of the selected kernels.
-        rounds: Samples of each contestant.
-        command: The command line, for the report.
-        sustained: Whether each contestant is timed alone, under sustained load, as often as it
-            can be in a fixed time. `rounds` then counts for the ceilings alone.
-    """
-
-    problems: tuple[Problem, ...]
-    device: int
-    peers: tuple[str, ...]
-    rounds: int
-    command: str
+    problems: tuple[Problem, ...]  # At least one, none empty.
+    device: int  # Index of the GPU.
+    peers: tuple[str, ...]  # Baselines of the selected kernels.
+    rounds: int  # Samples of each contestant.
+    command: str  # The command line, for the report.
+    # Whether each contestant is timed alone, under sustained load, as often as it can be in a fixed time.
+    # `rounds` then counts for the ceilings alone.
     sustained: bool = False
 
 
 class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A run and its summaries.
+    """A run and its summaries."""
 
-    Attributes:
-        run: The measurements.
-        ratios: Our speed over each baseline's.
-        against: Comparison with figures measured elsewhere, if any were given.
-        of_copy: Read speed in decoding, compared with a plain copy of device memory.
-    """
-
-    run: BenchRun
-    ratios: tuple[Ratios, ...]
-    against: Against | None = None
+    run: BenchRun  # The measurements.
+    ratios: tuple[Ratios, ...]  # Our speed over each baseline's.
+    against: Against | None = None  # Comparison with figures measured elsewhere, if any were given.
+    # Read speed in decoding, compared with a plain copy of device memory.
     of_copy: tuple[OfCopy, ...] = ()
 
 

@@ -1,7 +1,5 @@
 """flash-attn-4 on contiguous inputs of its own layout, [batch, seqlen, heads, head_dim]."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """FlashInfer on packed sequences, and on keys and values in pages."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from typing import Any

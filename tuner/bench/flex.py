@@ -1,7 +1,5 @@
 """FlexAttention on a problem's inputs, as its users call it: compiled for each shape, with one mask."""
 
-from __future__ import annotations
-
 import functools
 import operator
 from collections.abc import Callable
@@ -29,19 +27,12 @@ Score = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class Place(NamedTuple):
-    """A query and a key within their sequences.
+    """A query and a key within their sequences."""
 
-    Attributes:
-        sequence: Number of the query's sequence.
-        query: Position of the query among the keys of its sequence.
-        key: Position of the key.
-        inside: Whether the key belongs to the sequence; None if all do.
-    """
-
-    sequence: Tensor
-    query: Tensor
-    key: Tensor
-    inside: Tensor | None
+    sequence: Tensor  # Number of the query's sequence.
+    query: Tensor  # Position of the query among the keys of its sequence.
+    key: Tensor  # Position of the key.
+    inside: Tensor | None  # Whether the key belongs to the sequence; None if all do.
 
 
 Locate = Callable[[Tensor, Tensor, Tensor], Place]

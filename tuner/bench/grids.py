@@ -1,7 +1,5 @@
 """Grids of shapes from attention papers, and figures measured elsewhere at these shapes."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import msgspec
@@ -72,21 +70,13 @@ Tflops = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class Figures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Speeds measured elsewhere at one case, in the unit that the case names, TFLOP/s by default.
+    """Speeds measured elsewhere at one case, in the unit that the case names, TFLOP/s by default."""
 
-    Attributes:
-        case: Name as of `case_of`. Others are ignored.
-        cudnn: SDPA's cuDNN backend.
-        fa2: SDPA's flash backend.
-        flex: Compiled FlexAttention.
-        fa4: flash-attn-4.
-    """
-
-    case: ShortText
-    cudnn: Tflops
-    fa2: Tflops | None = None
-    flex: Tflops | None = None
-    fa4: Tflops | None = None
+    case: ShortText  # Name as of `case_of`. Others are ignored.
+    cudnn: Tflops  # SDPA's cuDNN backend.
+    fa2: Tflops | None = None  # SDPA's flash backend.
+    flex: Tflops | None = None  # Compiled FlexAttention.
+    fa4: Tflops | None = None  # flash-attn-4.
 
     def best(self) -> tuple[str, float]:
         """Returns the name and speed of the fastest, cuDNN included."""
@@ -95,17 +85,12 @@ class Figures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PeerFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Figures of others.
+    """Figures of others."""
 
-    Attributes:
-        source: Origin of the figures.
-        cases: One for each case.
-        absolute: Whether absolute speeds are compared. By default each speed is divided by cuDNN's of the
-            same run, since machines differ. This needs a cuDNN that computes the case here.
-    """
-
-    source: ShortText
-    cases: tuple[Figures, ...]
+    source: ShortText  # Origin of the figures.
+    cases: tuple[Figures, ...]  # One for each case.
+    # Whether absolute speeds are compared. By default each speed is divided by cuDNN's of the same run, since
+    # machines differ. This needs a cuDNN that computes the case here.
     absolute: bool = False
 
 

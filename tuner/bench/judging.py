@@ -40,16 +40,11 @@ def sequence_layout(problem: Problem, tensors: Tensors) -> SequenceLayout:
 
 
 class Compared(NamedTuple):
-    """The rows that are compared, the same for all contestants.
+    """The rows that are compared, the same for all contestants."""
 
-    Attributes:
-        layout: The positions of outputs in memory.
-        chosen: The rows and heads.
-        expected: Their reference. Rows that a packed sequence does not have may be anything.
-    """
-
-    layout: SequenceLayout
-    chosen: Sample
+    layout: SequenceLayout  # The positions of outputs in memory.
+    chosen: Sample  # The rows and heads.
+    # Their reference. Rows that a packed sequence does not have may be anything.
     expected: Expected
 
 

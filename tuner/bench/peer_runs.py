@@ -1,7 +1,5 @@
 """The baselines of `flashtune bench`, bound to one problem's inputs."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -52,22 +50,16 @@ PEER_FEATURES = {
 
 
 class Contestant(msgspec.Struct, frozen=True):
-    """One implementation bound to the inputs.
+    """One implementation bound to the inputs."""
 
-    Attributes:
-        name: `flashtune`, or the baseline's name.
-        detail: Description for the report.
-        run: The function that is captured and replayed, with all choices resolved. Returns the output [batch,
-            heads, seqlen_q, value_head_dim], of packed sequences [1, heads, total_q, value_head_dim], or a
-            tuple that starts with it.
-        call: The call as in a program, for the host time.
-        setting: Context that a program would set up around its calls.
-    """
-
-    name: str
-    detail: str
+    name: str  # `flashtune`, or the baseline's name.
+    detail: str  # Description for the report.
+    # The function that is captured and replayed, with all choices resolved. Returns the output [batch, heads,
+    # seqlen_q, value_head_dim], of packed sequences [1, heads, total_q, value_head_dim], or a tuple that
+    # starts with it.
     run: Call
-    call: Call
+    call: Call  # The call as in a program, for the host time.
+    # Context that a program would set up around its calls.
     setting: Callable[[], AbstractContextManager[object]] = nullcontext
 
 

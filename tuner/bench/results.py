@@ -1,7 +1,5 @@
 """Results of `flashtune bench`, as they are shown, saved and loaded, and their units."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import msgspec
@@ -16,66 +14,40 @@ Positive = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One contestant's figures.
+    """One contestant's figures."""
 
-    Attributes:
-        name: `flashtune`, or the baseline's name.
-        detail: Our kernel's name, or the release of a baseline with its own package.
-        ms: Median GPU time of a CUDA-graph replay with a cold L2.
-        p20: 20th percentile, in ms.
-        p80: 80th percentile, in ms.
-        tflops: TFLOP/s by `work.operations`.
-        host_us: Median host time of queueing one call, in microseconds.
-        error: Largest row error as a multiple of the tolerance (1.0 is the limit).
-    """
-
-    name: ShortText
-    detail: ShortText
-    ms: Positive
-    p20: Milliseconds
-    p80: Milliseconds
-    tflops: Positive
-    host_us: float
-    error: float
+    name: ShortText  # `flashtune`, or the baseline's name.
+    detail: ShortText  # Our kernel's name, or the release of a baseline with its own package.
+    ms: Positive  # Median GPU time of a CUDA-graph replay with a cold L2.
+    p20: Milliseconds  # 20th percentile, in ms.
+    p80: Milliseconds  # 80th percentile, in ms.
+    tflops: Positive  # TFLOP/s by `work.operations`.
+    host_us: float  # Median host time of queueing one call, in microseconds.
+    error: float  # Largest row error as a multiple of the tolerance (1.0 is the limit).
 
 
 class LeftOut(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A contestant without a row.
+    """A contestant without a row."""
 
-    Attributes:
-        name: As in `Row`.
-        error: As in `Row`, if its output is wrong. None if the output is not finite or missing.
-        message: Why there is no output or no graph. Empty if the output is wrong.
-    """
-
-    name: ShortText
+    name: ShortText  # As in `Row`.
+    # As in `Row`, if its output is wrong. None if the output is not finite or missing.
     error: float | None
-    message: ShortText = ""
+    message: ShortText = ""  # Why there is no output or no graph. Empty if the output is wrong.
 
 
 class Bench(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The times of all contestants at one problem on one GPU.
-
-    Attributes:
-        rows: Contestants with correct outputs.
-        left_out: The others.
-        rounds: Least number of samples of one.
-        throttled: Whether the clock was throttled during sampling.
-        clock_mhz: The SMs' clock right after the last sample.
-        seconds: Wall clock time of this problem, with compilation and verification.
-        versions: Versions of our row.
-        sustained: Whether each was timed alone, under sustained load, and not interleaved.
-    """
+    """The times of all contestants at one problem on one GPU."""
 
     problem: Problem
     target: ShortText
-    rows: tuple[Row, ...]
-    left_out: tuple[LeftOut, ...]
-    rounds: NonNegative
-    throttled: bool
-    clock_mhz: float
-    seconds: float
-    versions: Versions
+    rows: tuple[Row, ...]  # Contestants with correct outputs.
+    left_out: tuple[LeftOut, ...]  # The others.
+    rounds: NonNegative  # Least number of samples of one.
+    throttled: bool  # Whether the clock was throttled during sampling.
+    clock_mhz: float  # The SMs' clock right after the last sample.
+    seconds: float  # Wall clock time of this problem, with compilation and verification.
+    versions: Versions  # Versions of our row.
+    # Whether each was timed alone, under sustained load, and not interleaved.
     sustained: bool = False
 
     def row(self, name: str) -> Row | None:
@@ -84,35 +56,21 @@ class Bench(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Ceiling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Speed of a large matrix product on this GPU.
+    """Speed of a large matrix product on this GPU."""
 
-    Attributes:
-        dtype: Element type of its factors.
-        side: Rows and columns of its square factors.
-        ms: Median time with a cold L2.
-        tflops: Its TFLOP/s.
-        clock_mhz: The SMs' clock right after it.
-    """
-
-    dtype: Dtype
-    side: NonNegative
-    ms: Positive
-    tflops: Positive
-    clock_mhz: float
+    dtype: Dtype  # Element type of its factors.
+    side: NonNegative  # Rows and columns of its square factors.
+    ms: Positive  # Median time with a cold L2.
+    tflops: Positive  # Its TFLOP/s.
+    clock_mhz: float  # The SMs' clock right after it.
 
 
 class Copy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Speed of a plain copy of device memory on this GPU: the upper bound for reading memory.
+    """Speed of a plain copy of device memory on this GPU: the upper bound for reading memory."""
 
-    Attributes:
-        bytes: Bytes read and written.
-        ms: Median time.
-        gbps: Its GB/s, reads and writes together.
-    """
-
-    bytes: NonNegative
-    ms: Positive
-    gbps: Positive
+    bytes: NonNegative  # Bytes read and written.
+    ms: Positive  # Median time.
+    gbps: Positive  # Its GB/s, reads and writes together.
 
 
 class Environment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -125,20 +83,13 @@ class Environment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class BenchRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One run of the command.
+    """One run of the command."""
 
-    Attributes:
-        command: The command line.
-        environment: Versions of the baselines.
-        ceilings: One for each element type.
-        benches: One for each problem, in the order in which they ran.
-        copy: Speed of a copy of device memory. None in reports that were saved without it.
-    """
-
-    command: Annotated[str, msgspec.Meta(max_length=10_000)]
-    environment: Environment
-    ceilings: tuple[Ceiling, ...]
-    benches: tuple[Bench, ...]
+    command: Annotated[str, msgspec.Meta(max_length=10_000)]  # The command line.
+    environment: Environment  # Versions of the baselines.
+    ceilings: tuple[Ceiling, ...]  # One for each element type.
+    benches: tuple[Bench, ...]  # One for each problem, in the order in which they ran.
+    # Speed of a copy of device memory. None in reports that were saved without it.
     copy: Copy | None = None
 
 

@@ -1,7 +1,5 @@
 """Summaries of several benches: speed over each baseline, and over figures measured elsewhere."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 
@@ -23,37 +21,23 @@ class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Ratios(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Our speed over a baseline's, over all problems at which both have a row.
+    """Our speed over a baseline's, over all problems at which both have a row."""
 
-    Attributes:
-        peer: The baseline's name, or `best peer` for the fastest baseline at each problem.
-        points: One for each problem.
-        geometric_mean: Mean of all points.
-        worst: The smallest point.
-    """
-
-    peer: str
-    points: tuple[Point, ...]
-    geometric_mean: float
-    worst: Point
+    peer: str  # The baseline's name, or `best peer` for the fastest baseline at each problem.
+    points: tuple[Point, ...]  # One for each problem.
+    geometric_mean: float  # Mean of all points.
+    worst: Point  # The smallest point.
 
 
 class AgainstPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Our speed at one case compared with baselines measured elsewhere.
+    """Our speed at one case compared with baselines measured elsewhere."""
 
-    Attributes:
-        case: The case's name in the file.
-        seqlen: Number of its keys.
-        ours: Our speed in this run, over cuDNN's in this run unless the file's figures are absolute.
-        best: The fastest baseline of the file.
-        theirs: Its speed in the file, in the same unit.
-    """
-
-    case: str
-    seqlen: int
+    case: str  # The case's name in the file.
+    seqlen: int  # Number of its keys.
+    # Our speed in this run, over cuDNN's in this run unless the file's figures are absolute.
     ours: float
-    best: str
-    theirs: float
+    best: str  # The fastest baseline of the file.
+    theirs: float  # Its speed in the file, in the same unit.
 
     @property
     def ratio(self) -> float:
@@ -62,22 +46,14 @@ class AgainstPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Against(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Comparison with figures measured elsewhere.
+    """Comparison with figures measured elsewhere."""
 
-    Attributes:
-        source: Origin of the figures.
-        absolute: Whether speeds are in the unit of their case. If not, each is divided by cuDNN's of its own
-            run.
-        points: One for each problem of this run that the file contains.
-        geometric_mean: Mean of the points' ratios.
-        worst: The point with the smallest ratio.
-    """
-
-    source: str
+    source: str  # Origin of the figures.
+    # Whether speeds are in the unit of their case. If not, each is divided by cuDNN's of its own run.
     absolute: bool
-    points: tuple[AgainstPoint, ...]
-    geometric_mean: float
-    worst: AgainstPoint
+    points: tuple[AgainstPoint, ...]  # One for each problem of this run that the file contains.
+    geometric_mean: float  # Mean of the points' ratios.
+    worst: AgainstPoint  # The point with the smallest ratio.
 
     def worst_by_length(self) -> tuple[AgainstPoint, ...]:
         """Returns the point with the smallest ratio for each sequence length, shortest first."""
@@ -137,17 +113,11 @@ def _point(bench: Bench, figures: Figures, absolute: bool) -> AgainstPoint | Non
 
 
 class OfCopy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Read speed of keys and values with one query for each head.
+    """Read speed of keys and values with one query for each head."""
 
-    Attributes:
-        case: The problem's case.
-        gbps: GB/s of keys and values.
-        share: The speed over that of a plain copy of device memory in the same run, reads and writes
-            together.
-    """
-
-    case: str
-    gbps: float
+    case: str  # The problem's case.
+    gbps: float  # GB/s of keys and values.
+    # The speed over that of a plain copy of device memory in the same run, reads and writes together.
     share: float
 
 

@@ -5,8 +5,6 @@ for Hopper. The kernel then reads the wrong tile, at an address that a warp of a
 register.
 """
 
-from __future__ import annotations
-
 import functools
 import operator
 import re
@@ -76,23 +74,14 @@ def run_tool(*command: str) -> str:
 
 
 class Instruction(NamedTuple):
-    """One instruction.
+    """One instruction."""
 
-    Attributes:
-        name: Name without modifiers.
-        target: Address of a jump.
-        goes_on: Whether the next one may follow.
-        stall: Clock cycles that its warp waits before that.
-        modifiers: Parts of its name after dots.
-        operands: The operands as listed.
-    """
-
-    name: str
-    target: int | None
-    goes_on: bool
-    stall: int
-    modifiers: tuple[str, ...]
-    operands: tuple[str, ...]
+    name: str  # Name without modifiers.
+    target: int | None  # Address of a jump.
+    goes_on: bool  # Whether the next one may follow.
+    stall: int  # Clock cycles that its warp waits before that.
+    modifiers: tuple[str, ...]  # Parts of its name after dots.
+    operands: tuple[str, ...]  # The operands as listed.
 
 
 def parse(lines: Iterable[str]) -> Iterator[tuple[int, Instruction]]:

@@ -42,30 +42,19 @@ SERIALIZED = re.compile(r"\(C751[0-689]\)|wgmma\.mma_async instructions are seri
 
 
 class Occupancy(msgspec.Struct, frozen=True):
-    """Resident blocks of a kernel on one SM, and the resource that limits their number.
+    """Resident blocks of a kernel on one SM, and the resource that limits their number."""
 
-    Attributes:
-        blocks: Resident blocks, 0 if not even one fits.
-        warps: Resident warps.
-        limit: `sram`, `registers`, `threads` or `tensor memory`, the first to run out.
-    """
-
-    blocks: int
-    warps: int
-    limit: str
+    blocks: int  # Resident blocks, 0 if not even one fits.
+    warps: int  # Resident warps.
+    limit: str  # `sram`, `registers`, `threads` or `tensor memory`, the first to run out.
 
 
 class Part(NamedTuple):
-    """The compiler's report of one of the kernels of a launch, and its options.
-
-    Attributes:
-        options: The compiler's options.
-        flaw: An error in its machine code that its source does not contain; empty if none.
-    """
+    """The compiler's report of one of the kernels of a launch, and its options."""
 
     resources: Resources
-    options: LaunchOptions
-    flaw: str = ""
+    options: LaunchOptions  # The compiler's options.
+    flaw: str = ""  # An error in its machine code that its source does not contain; empty if none.
 
 
 def read_resources(kernel: Kernel, target: Target) -> Resources:

@@ -3,8 +3,6 @@
 A command's module is imported at its call, so `flashtune --help` imports little more than click.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import errno

@@ -1,7 +1,5 @@
 """`flashtune_command`: a click command whose help groups its options and ends with examples."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

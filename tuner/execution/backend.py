@@ -3,8 +3,6 @@
 A simulation of a search has implementations of its own.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Collection, Iterator
@@ -53,17 +51,11 @@ class WallClock:
 
 
 class SearchWorkers(NamedTuple):
-    """The compiler, measurer and clock of a search.
+    """The compiler, measurer and clock of a search."""
 
-    Attributes:
-        compiler: Compiles candidates, several at once.
-        measurer: Verifies and times candidates, or predicts their times.
-        width: Number of candidates that compile at once.
-    """
-
-    compiler: Compiler
-    measurer: Measurer
-    width: int = 1
+    compiler: Compiler  # Compiles candidates, several at once.
+    measurer: Measurer  # Verifies and times candidates, or predicts their times.
+    width: int = 1  # Number of candidates that compile at once.
     clock: Clock = WallClock()
 
 

@@ -1,7 +1,5 @@
 """Compilation of candidates in worker processes, with a time limit."""
 
-from __future__ import annotations
-
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Protocol, Self
@@ -29,20 +27,13 @@ COMPILER = "a compiler process"
 
 
 class Compiled(msgspec.Struct, frozen=True):
-    """The result of compiling a candidate.
+    """The result of compiling a candidate."""
 
-    Attributes:
-        outcome: `ok`, `infeasible`, `compile_error` or `timeout`.
-        kernel: Digest of the rendered kernel, if it was rendered.
-        resources: The compiler's report, if it compiled.
-        message: Why it is not `ok`.
-        tool_failed: Whether a program that the compiler ran failed, possibly because of the machine.
-    """
-
-    outcome: Outcome
-    kernel: Digest | None = None
-    resources: Resources | None = None
-    message: str = ""
+    outcome: Outcome  # `ok`, `infeasible`, `compile_error` or `timeout`.
+    kernel: Digest | None = None  # Digest of the rendered kernel, if it was rendered.
+    resources: Resources | None = None  # The compiler's report, if it compiled.
+    message: str = ""  # Why it is not `ok`.
+    # Whether a program that the compiler ran failed, possibly because of the machine.
     tool_failed: bool = False
 
 

@@ -4,8 +4,6 @@ A container may see all CPUs of its host, and have a quota of time on them. The 
 group, or of a group around it (https://docs.kernel.org/admin-guide/cgroup-v2.html).
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 `Predictor` is the measurer of searches without a GPU.
 """
 
-from __future__ import annotations
-
 import math
 from concurrent.futures import Future
 from typing import Protocol
@@ -33,13 +31,9 @@ class Evaluation(msgspec.Struct, frozen=True):
 
 
 class Measurer(Protocol):
-    """Verifies and times candidates, one after the other.
+    """Verifies and times candidates, one after the other."""
 
-    Attributes:
-        provenance: The origin of its times.
-    """
-
-    provenance: Provenance
+    provenance: Provenance  # The origin of its times.
 
     def evaluate(
         self, scope: SearchTask, candidate: Candidate, compiled: Compiled, drop_above_ms: float | None

@@ -4,8 +4,6 @@ A process with a broken CUDA context cannot be used again. It exits with a code 
 pool starts a new process.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import time

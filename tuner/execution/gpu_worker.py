@@ -1,7 +1,5 @@
 """The interface of a search to the GPU process. A process that crashes or hangs is replaced."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import Future
 from types import TracebackType

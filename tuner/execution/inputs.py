@@ -11,10 +11,10 @@ from torch import Tensor
 
 from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.features.table import SEED, usual_inputs
-from flashtune.core.kernel import specialization_of
+from flashtune.core.kernel import Kernel, Specialization, specialization_of
 from flashtune.core.layouts import LARGEST_STORED, STORED_DTYPES, TORCH_DTYPES
 from flashtune.core.problem import Bias, KvDtype, KvScale, Problem
-from flashtune.core.target import device_target
+from flashtune.core.target import Target, device_target
 from flashtune.dispatch.lookup import default_selection
 from flashtune.launch.binding import Binary, bind, compile_binary
 from flashtune.launch.kernel_cache import kernel_of
@@ -26,9 +26,6 @@ from flashtune.verification.inputs.placement import key_shape, make_table, seque
 from flashtune.verification.lengths import usual_lengths
 
 if TYPE_CHECKING:
-    from flashtune.core.kernel import Kernel, Specialization
-    from flashtune.core.problem import Problem
-    from flashtune.core.target import Target
     from flashtune.tuner.execution.timing import Run
 
 # Standard deviation of values stored in 8 bits: nearly all are in range.

@@ -3,8 +3,6 @@
 The cause of a crash, a time-out or a failed tool is the candidate or the machine. A probe decides which.
 """
 
-from __future__ import annotations
-
 import os
 import resource
 import time
@@ -35,15 +33,10 @@ KNOWN_GOOD = "forward_q_outer"
 
 
 class Probe(msgspec.Struct, frozen=True):
-    """The result of a probe.
+    """The result of a probe."""
 
-    Attributes:
-        fault: A sentence about the machine's fault; empty if there is none.
-        slowness: Wall-clock time of the compilation over its CPU time.
-    """
-
-    fault: str
-    slowness: float = 1.0
+    fault: str  # A sentence about the machine's fault; empty if there is none.
+    slowness: float = 1.0  # Wall-clock time of the compilation over its CPU time.
 
 
 def start_probe(target: Target) -> Future[Probe]:

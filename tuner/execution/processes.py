@@ -5,8 +5,6 @@ therefore starts in milliseconds, and no process inherits a CUDA context. Each w
 It kills the worker's process group when the worker or the program that started it ends.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import functools
@@ -251,19 +249,12 @@ def _wait_for_end(program: int, pipe: int) -> bool:
 
 
 class LostJob(NamedTuple):
-    """How a job's process was lost.
+    """How a job's process was lost."""
 
-    Attributes:
-        timed_out: Whether it reached its time limit.
-        words: A description, as part of a sentence.
-        signal: The signal that ended its process; 0 if none is known.
-        taken: Whether a process had taken the job.
-    """
-
-    timed_out: bool
-    words: str
-    signal: int = 0
-    taken: bool = True
+    timed_out: bool  # Whether it reached its time limit.
+    words: str  # A description, as part of a sentence.
+    signal: int = 0  # The signal that ended its process; 0 if none is known.
+    taken: bool = True  # Whether a process had taken the job.
 
 
 def lacked_memory(message: str) -> bool:

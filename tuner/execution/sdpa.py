@@ -1,7 +1,5 @@
 """Calls of torch's SDPA on a problem's tensors, for searches and benchmarks."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Iterator

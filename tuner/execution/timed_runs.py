@@ -1,7 +1,5 @@
 """The finals: interleaved timing of the best candidates and the baselines, in the GPU process."""
 
-from __future__ import annotations
-
 import functools
 import warnings
 from collections.abc import Iterator, Sequence

@@ -4,8 +4,6 @@ A pause is queued before each batch of samples, so that the host is always ahead
 sample then includes time in which the GPU waited for a launch.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import statistics

@@ -6,8 +6,6 @@ in `fitted.json`, which `benchmarks.exhaustive.prediction` makes from tabular be
 measured architecture. Their terms are features of a config that hold for every shape.
 """
 
-from __future__ import annotations
-
 import enum
 import functools
 import math
@@ -164,29 +162,18 @@ def _own(field: str, value: int | bool | enum.Enum) -> list[tuple[str, float]]:
 
 
 class FamilyFit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The constants of one family.
+    """The constants of one family."""
 
-    Attributes:
-        level: Logarithm of the error that all configs share.
-        weights: Change of the logarithm of the time for each feature.
-    """
-
-    level: float
-    weights: dict[ShortText, float]
+    level: float  # Logarithm of the error that all configs share.
+    weights: dict[ShortText, float]  # Change of the logarithm of the time for each feature.
 
 
 class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Constants by family, and their origin.
+    """Constants by family, and their origin."""
 
-    Attributes:
-        arch: The architecture that they hold for.
-        problems: Keys of the fitted problems.
-        families: The families' constants.
-    """
-
-    arch: ShortText
-    problems: tuple[ShortText, ...]
-    families: dict[ShortText, FamilyFit]
+    arch: ShortText  # The architecture that they hold for.
+    problems: tuple[ShortText, ...]  # Keys of the fitted problems.
+    families: dict[ShortText, FamilyFit]  # The families' constants.
 
 
 def expected_ms(

@@ -1,21 +1,16 @@
 """An estimate, before a search starts, of the number of trials and of the search time."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from flashtune.core.record import Provenance, Record
+from flashtune.db.store import Store
 from flashtune.tuner.search.driver import search_scope
+from flashtune.tuner.search.request import SearchRequest
 from flashtune.tuner.search.warm_start import finished
-
-if TYPE_CHECKING:
-    from flashtune.db.store import Store
-    from flashtune.tuner.search.request import SearchRequest
 
 # Shorter compilations, in seconds, were hits of Triton's cache.
 CACHED_SECONDS = 0.2
@@ -24,24 +19,15 @@ USUAL_SECONDS = 2.0
 
 
 class Expectation(msgspec.Struct, frozen=True, kw_only=True):
-    """The expected extent of one search.
+    """The expected extent of one search."""
 
-    Attributes:
-        problem: Key of the problem.
-        families: The families to search, with their numbers of candidates.
-        candidates: Size of all spaces.
-        known: Candidates that earlier searches compiled.
-        tried: Approximate maximum of compiled candidates, `known` included.
-        seconds: Approximate maximum of wall-clock time, without the finals.
-    """
-
-    problem: str
+    problem: str  # Key of the problem.
     target: str
-    families: dict[str, int]
-    candidates: int
-    known: int
-    tried: int
-    seconds: float
+    families: dict[str, int]  # The families to search, with their numbers of candidates.
+    candidates: int  # Size of all spaces.
+    known: int  # Candidates that earlier searches compiled.
+    tried: int  # Approximate maximum of compiled candidates, `known` included.
+    seconds: float  # Approximate maximum of wall-clock time, without the finals.
 
 
 def expect(request: SearchRequest, store: Store | None, width: int, compile_seconds: float) -> Expectation:

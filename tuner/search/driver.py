@@ -1,7 +1,5 @@
 """The search: propose, prune, compile, verify, measure, store; then finals, last verification, selection."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import math

@@ -1,7 +1,5 @@
 """The final measurement of the best candidates in one run, and the last verification of the selection."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import msgspec

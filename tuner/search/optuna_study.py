@@ -4,8 +4,6 @@ A failed candidate is a completed trial with a violated constraint. The sampler 
 trial and propose it again.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 
@@ -27,15 +25,10 @@ STARTUP_TRIALS = 10
 
 
 class TrialResult(msgspec.Struct, frozen=True):
-    """The result of a candidate, for the sampler.
+    """The result of a candidate, for the sampler."""
 
-    Attributes:
-        ms: Its time; None if it failed.
-        excess: Demand beyond a capacity, as a fraction of the capacity.
-    """
-
-    ms: float | None
-    excess: float = 0.0
+    ms: float | None  # Its time; None if it failed.
+    excess: float = 0.0  # Demand beyond a capacity, as a fraction of the capacity.
 
 
 class Study:

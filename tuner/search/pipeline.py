@@ -1,7 +1,5 @@
 """The pipeline of one search: many candidates compile while one is verified and measured."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future

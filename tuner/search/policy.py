@@ -1,7 +1,5 @@
 """The interface that proposes candidates to a search, and the default policy."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Protocol
 
@@ -32,23 +30,16 @@ class Strategy(Protocol):
 
 
 class SearchContext(msgspec.Struct, frozen=True):
-    """The context of a search: its task, earlier results, budget and seed.
+    """The context of a search: its task, earlier results, budget and seed."""
 
-    Attributes:
-        scope: The problem, the GPU and the spaces.
-        enqueued: Candidates that are always tried first: defaults, and winners of near shapes.
-        answers: Results of earlier searches of the same problem.
-        trials: Maximum number of trials, including those of earlier searches; None for no limit.
-        seed: Seed of all random choices.
-        fit: Corrections of predicted times.
-    """
-
-    scope: SearchTask
+    scope: SearchTask  # The problem, the GPU and the spaces.
+    # Candidates that are always tried first: defaults, and winners of near shapes.
     enqueued: tuple[Candidate, ...]
-    answers: dict[Candidate, TrialResult]
+    answers: dict[Candidate, TrialResult]  # Results of earlier searches of the same problem.
+    # Maximum number of trials, including those of earlier searches; None for no limit.
     trials: int | None
-    seed: int
-    fit: Calibration
+    seed: int  # Seed of all random choices.
+    fit: Calibration  # Corrections of predicted times.
 
 
 Policy = Callable[[SearchContext], Strategy]

@@ -4,8 +4,6 @@ The sources are the surrogate's expected improvement, neighbours of the fastest 
 sampler. Neighbours differ from a config on one axis.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

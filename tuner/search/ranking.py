@@ -1,7 +1,5 @@
 """The initial order of a search: all candidates that fit, fastest predicted first."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

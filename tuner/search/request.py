@@ -1,7 +1,5 @@
 """The request, progress and result of a search."""
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Callable
 
@@ -16,58 +14,41 @@ from flashtune.tuner.perf_model.prediction import Calibration
 
 
 class Budget(msgspec.Struct, frozen=True):
-    """When to stop. None disables a limit.
+    """When to stop. None disables a limit."""
 
-    Attributes:
-        trials: Candidates that were compiled and ran or failed, those of earlier searches included.
-        seconds: Wall clock for one shape, the finals and the last verification not included.
-        patience: Candidates in a row that did not improve on the best.
-    """
-
+    # Candidates that were compiled and ran or failed, those of earlier searches included.
     trials: int | None = 320
+    # Wall clock for one shape, the finals and the last verification not included.
     seconds: float | None = 60.0
-    patience: int | None = 110
+    patience: int | None = 110  # Candidates in a row that did not improve on the best.
 
 
 class WarmStart(msgspec.Struct, frozen=True):
-    """The warm start of a search, from earlier measurements of other problems.
+    """The warm start of a search, from earlier measurements of other problems."""
 
-    Attributes:
-        warm: Configs that won on near shapes.
-        fit: Corrections of predicted times.
-    """
-
-    warm: tuple[Candidate, ...]
-    fit: Calibration
+    warm: tuple[Candidate, ...]  # Configs that won on near shapes.
+    fit: Calibration  # Corrections of predicted times.
 
 
 class SearchRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One search.
+    """One search."""
 
-    Attributes:
-        problem: The problem to compute.
-        device: Index of that GPU on this machine; None predicts times instead of measuring them.
-        budget: When to stop.
-        families: Names of the families to search; empty for all that compute the problem.
-        seed: Seed of the sampler.
-        jobs: Number of compiler processes; None for the number of cores.
-        spaces: Spaces that replace those of the families, by family.
-        experience: The warm start; None takes it from the database and the shipped tables.
-        retry_failed: Whether candidates that failed in earlier searches are tried again.
-        lse: Whether forward kernels return the log-sum-exp, which training saves.
-    """
-
-    problem: Problem
+    problem: Problem  # The problem to compute.
     target: Target
+    # Index of that GPU on this machine; None predicts times instead of measuring them.
     device: int | None = None
-    budget: Budget = Budget()
+    budget: Budget = Budget()  # When to stop.
+    # Names of the families to search; empty for all that compute the problem.
     families: tuple[str, ...] = ()
-    seed: int = 0
-    jobs: int | None = None
+    seed: int = 0  # Seed of the sampler.
+    jobs: int | None = None  # Number of compiler processes; None for the number of cores.
+    # Spaces that replace those of the families, by family.
     spaces: tuple[tuple[str, Space], ...] = ()
+    # The warm start; None takes it from the database and the shipped tables.
     experience: WarmStart | None = None
+    # Whether candidates that failed in earlier searches are tried again.
     retry_failed: bool = False
-    lse: bool = False
+    lse: bool = False  # Whether forward kernels return the log-sum-exp, which training saves.
 
 
 class Phase(enum.StrEnum):
@@ -89,17 +70,13 @@ class Stop(enum.StrEnum):
 
 
 class Tally(msgspec.Struct, frozen=True):
-    """Counts of candidates.
+    """Counts of candidates."""
 
-    Attributes:
-        outcomes: Number of candidates by outcome, those of earlier searches included.
-        pruned: Number of infeasible candidates that the SRAM model rejected before compiling.
-        reused: Number of candidates with results of earlier searches.
-    """
-
+    # Number of candidates by outcome, those of earlier searches included.
     outcomes: dict[Outcome, int]
+    # Number of infeasible candidates that the SRAM model rejected before compiling.
     pruned: int = 0
-    reused: int = 0
+    reused: int = 0  # Number of candidates with results of earlier searches.
 
     @property
     def tried(self) -> int:
@@ -108,59 +85,37 @@ class Tally(msgspec.Struct, frozen=True):
 
 
 class Progress(msgspec.Struct, frozen=True):
-    """The progress of a running search.
-
-    Attributes:
-        phase: The present phase.
-        counts: Counts of candidates so far.
-        expected: Maximum number of trials; None without such a budget.
-        best: The best record so far.
-        seconds: Seconds since the start.
-        remaining: Estimated seconds until the end; None if unknown.
-        finished: Records of candidates that finished since the last report.
-    """
+    """The progress of a running search."""
 
     problem: Problem
-    phase: Phase
-    counts: Tally
-    expected: int | None
-    best: Record | None
-    seconds: float
-    remaining: float | None
-    finished: tuple[Record, ...] = ()
+    phase: Phase  # The present phase.
+    counts: Tally  # Counts of candidates so far.
+    expected: int | None  # Maximum number of trials; None without such a budget.
+    best: Record | None  # The best record so far.
+    seconds: float  # Seconds since the start.
+    remaining: float | None  # Estimated seconds until the end; None if unknown.
+    finished: tuple[Record, ...] = ()  # Records of candidates that finished since the last report.
 
 
 Observer = Callable[[Progress], None]
 
 
 class SearchResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a search.
-
-    Attributes:
-        provenance: Whether times were measured or predicted.
-        stop: Why the search stopped.
-        seconds: Wall-clock time.
-        counts: Counts of candidates.
-        candidates: Size of the spaces.
-        best: The chosen record; None if no candidate works.
-        best_id: Its row in the database.
-        is_selected: Whether it became the selection.
-        fallback: The fallback for tensors that the selection's family cannot address; None if it
-            can address all.
-        default: The record of the fastest default config, timed in the same finals if there were any.
-        reasons: The most frequent reasons of failed candidates, with their counts.
-    """
+    """The result of a search."""
 
     problem: Problem
     target: Target
-    provenance: Provenance
-    stop: Stop
-    seconds: float
-    counts: Tally
-    candidates: int
-    best: Record | None
-    best_id: int | None
-    is_selected: bool
+    provenance: Provenance  # Whether times were measured or predicted.
+    stop: Stop  # Why the search stopped.
+    seconds: float  # Wall-clock time.
+    counts: Tally  # Counts of candidates.
+    candidates: int  # Size of the spaces.
+    best: Record | None  # The chosen record; None if no candidate works.
+    best_id: int | None  # Its row in the database.
+    is_selected: bool  # Whether it became the selection.
+    # The record of the fastest default config, timed in the same finals if there were any.
     default: Record | None
+    # The fallback for tensors that the selection's family cannot address; None if it can address all.
     fallback: Record | None = None
+    # The most frequent reasons of failed candidates, with their counts.
     reasons: tuple[tuple[str, int], ...] = ()

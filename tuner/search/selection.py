@@ -1,7 +1,5 @@
 """The selection among measured candidates, with a fixed rule for ties."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 

@@ -1,7 +1,5 @@
 """The summary of a finished search."""
 
-from __future__ import annotations
-
 import shlex
 import textwrap
 from collections.abc import Iterator

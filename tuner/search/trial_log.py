@@ -1,7 +1,5 @@
 """The trial log of one search: every finished candidate is stored as a record at once."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """The warm start: results of earlier searches of the same problem, and configs of near problems."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterable

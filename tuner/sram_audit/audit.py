@@ -4,8 +4,6 @@ A model must be a lower bound: it must never prune a config that fits. It should
 others, to save their compilation.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections import deque
@@ -36,41 +34,25 @@ Watch = Callable[[str, int, int], None]
 
 
 class Request(msgspec.Struct, frozen=True):
-    """The targets and points of an audit.
+    """The targets and points of an audit."""
 
-    Attributes:
-        targets: The GPUs to compile for.
-        points: Points for each family and target, half of them in the band.
-        seed: Seed of the points.
-        in_flight: Number of concurrent compilations. It does not change the result.
-        families: The families to audit.
-    """
-
-    targets: tuple[Target, ...]
-    points: int
-    seed: int = 0
-    in_flight: int = 2
+    targets: tuple[Target, ...]  # The GPUs to compile for.
+    points: int  # Points for each family and target, half of them in the band.
+    seed: int = 0  # Seed of the points.
+    in_flight: int = 2  # Number of concurrent compilations. It does not change the result.
+    # The families to audit.
     families: tuple[str, ...] = msgspec.field(default_factory=family_names)
 
 
 class Observed(msgspec.Struct, frozen=True):
-    """One point: its SRAM by the model and by the compiler.
+    """One point: its SRAM by the model and by the compiler."""
 
-    Attributes:
-        point: The config, its problem and its alignment.
-        modelled: SRAM by the model, in bytes.
-        sram_bytes: SRAM by the compiler, in bytes.
-        capacity: Maximum SRAM of a block, in bytes.
-        fits: Whether SRAM and tensor memory by the compiler are within the target's.
-        pruned: Whether the model would have pruned it.
-    """
-
-    point: Point
-    modelled: int
-    sram_bytes: int
-    capacity: int
-    fits: bool
-    pruned: bool
+    point: Point  # The config, its problem and its alignment.
+    modelled: int  # SRAM by the model, in bytes.
+    sram_bytes: int  # SRAM by the compiler, in bytes.
+    capacity: int  # Maximum SRAM of a block, in bytes.
+    fits: bool  # Whether SRAM and tensor memory by the compiler are within the target's.
+    pruned: bool  # Whether the model would have pruned it.
 
     @property
     def in_band(self) -> bool:
@@ -79,35 +61,21 @@ class Observed(msgspec.Struct, frozen=True):
 
 
 class Row(msgspec.Struct, frozen=True):
-    """The result for one family on one target.
-
-    Attributes:
-        arch: Its architecture.
-        points: Points compared.
-        in_band: Those within 0.75 to 1.33 of the SRAM capacity by the compiler.
-        unaligned: Those with strides that are not multiples of 16.
-        fits: Points that fit.
-        misfits: Points that do not.
-        wrongly_pruned: Points that fit and that the model rejected. Must be 0.
-        caught: Points that do not fit and that the model rejected.
-        overestimates: Points for which the model's SRAM exceeds the compiler's.
-        median_ratio: Median of the model's figure over the compiler's.
-        refused: Compilations that failed or ran out of time. They count nowhere else.
-    """
+    """The result for one family on one target."""
 
     family: str
     target: str
-    arch: str
-    points: int
-    in_band: int
-    unaligned: int
-    fits: int
-    misfits: int
-    wrongly_pruned: int
-    caught: int
-    overestimates: int
-    median_ratio: float
-    refused: int
+    arch: str  # Its architecture.
+    points: int  # Points compared.
+    in_band: int  # Those within 0.75 to 1.33 of the SRAM capacity by the compiler.
+    unaligned: int  # Those with strides that are not multiples of 16.
+    fits: int  # Points that fit.
+    misfits: int  # Points that do not.
+    wrongly_pruned: int  # Points that fit and that the model rejected. Must be 0.
+    caught: int  # Points that do not fit and that the model rejected.
+    overestimates: int  # Points for which the model's SRAM exceeds the compiler's.
+    median_ratio: float  # Median of the model's figure over the compiler's.
+    refused: int  # Compilations that failed or ran out of time. They count nowhere else.
 
 
 class Audit(msgspec.Struct, frozen=True):

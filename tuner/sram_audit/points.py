@@ -1,7 +1,5 @@
 """Random points for the audit of SRAM models: shapes, configs of the families' spaces, alignments."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from typing import Any

@@ -9,8 +9,6 @@
 A receipt is the verdict of a GPU, stored with a record and valid for one kernel digest.
 """
 
-from __future__ import annotations
-
 import functools
 from collections import Counter
 from collections.abc import Iterable

@@ -7,8 +7,6 @@ warning per kind of call says so.
 `flashtune export --format hf-kernel` copies this module into packages, so it imports nothing of flashtune.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import json
@@ -31,49 +29,29 @@ Window = tuple[int | None, int | None]
 
 
 class Entry(NamedTuple):
-    """One kernel of `kernels.json`.
+    """One kernel of `kernels.json`."""
 
-    Attributes:
-        file: Its file in `kernels/`.
-        gpu: The GPU that it was tuned for.
-        capability: The only compute capability that runs it; None if sm_80 and all newer ones do.
-        kind: Its types, head dims, mask and inputs, as `_Call.kind`.
-        alignment: A number that divides all strides.
-        sizes: Batch times heads, queries and keys of the tuned shape.
-    """
-
-    file: str
-    gpu: str
+    file: str  # Its file in `kernels/`.
+    gpu: str  # The GPU that it was tuned for.
+    # The only compute capability that runs it; None if sm_80 and all newer ones do.
     capability: list[int] | None
-    kind: str
-    alignment: int
-    sizes: list[int]
+    kind: str  # Its types, head dims, mask and inputs, as `_Call.kind`.
+    alignment: int  # A number that divides all strides.
+    sizes: list[int]  # Batch times heads, queries and keys of the tuned shape.
 
 
 class Call(NamedTuple):
-    """A call as kernels take it.
+    """A call as kernels take it."""
 
-    Attributes:
-        q: [batch, heads, queries, head_dim].
-        k: [batch, kv_heads, keys, head_dim], or pages of keys.
-        v: As k.
-        scale: Factor of the scores.
-        causal: Whether queries see no later keys, aligned bottom-right.
-        window: Visible keys before and after the query's own; None for all.
-        inputs: Other arguments of kernels, by name.
-        dropout: Probability of dropout.
-        longest: Queries and keys of the longest packed sequence.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    scale: float
-    causal: bool
-    window: Window
-    inputs: dict[str, Any]
-    dropout: float = 0.0
-    longest: tuple[int, int] = (0, 0)
+    q: Tensor  # [batch, heads, queries, head_dim].
+    k: Tensor  # [batch, kv_heads, keys, head_dim], or pages of keys.
+    v: Tensor  # As k.
+    scale: float  # Factor of the scores.
+    causal: bool  # Whether queries see no later keys, aligned bottom-right.
+    window: Window  # Visible keys before and after the query's own; None for all.
+    inputs: dict[str, Any]  # Other arguments of kernels, by name.
+    dropout: float = 0.0  # Probability of dropout.
+    longest: tuple[int, int] = (0, 0)  # Queries and keys of the longest packed sequence.
 
     def kind(self, mask: str) -> str:
         """Returns the types, head dims, mask and inputs as one text."""

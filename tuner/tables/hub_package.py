@@ -1,7 +1,5 @@
 """Kernel packages in the layout of Hugging Face's `kernels` library."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """The kernel that a command uses: the one that the user names, or the one that dispatch would use."""
 
-from __future__ import annotations
-
 import msgspec
 
 from flashtune.core.config import Config
@@ -19,23 +17,16 @@ from flashtune.tuner.tables.lookup import best_generated, records_of, tables_of
 
 
 class Chosen(msgspec.Struct, frozen=True):
-    """A family's config for a problem on a target.
+    """A family's config for a problem on a target."""
 
-    Attributes:
-        problem: The problem, in the form that was tuned.
-        config: A point of the family's space.
-        record: The stored record of this problem and config, if any.
-        source: `command line`, `database`, `shipped`, `estimated` or `default`.
-        tuned_for: The problem that the config was selected for: this one, a similar tuned one, or None.
-    """
-
-    problem: Problem
+    problem: Problem  # The problem, in the form that was tuned.
     target: Target
     family: Family
-    config: Config
+    config: Config  # A point of the family's space.
     specialization: Specialization
-    record: Record | None
-    source: str
+    record: Record | None  # The stored record of this problem and config, if any.
+    source: str  # `command line`, `database`, `shipped`, `estimated` or `default`.
+    # The problem that the config was selected for: this one, a similar tuned one, or None.
     tuned_for: Problem | None
 
 

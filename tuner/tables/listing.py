@@ -1,7 +1,5 @@
 """Lists of stored selections with TFLOP/s, the best SDPA time and the verification status."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import msgspec
@@ -16,20 +14,14 @@ SDPA = "sdpa-"
 
 
 class Listed(msgspec.Struct, frozen=True):
-    """A selection with its derived figures.
+    """A selection with its derived figures."""
 
-    Attributes:
-        found: The record and its source.
-        tflops: TFLOP/s by `work.operations`; None without a time.
-        best_sdpa_ms: Time of the fastest SDPA backend in the same run; None if none was timed.
-        standing: Verification status under the versions installed here.
-        is_fallback: Whether it is the fallback for tensors that the selection before it cannot address.
-    """
-
-    found: Found
-    tflops: float | None
+    found: Found  # The record and its source.
+    tflops: float | None  # TFLOP/s by `work.operations`; None without a time.
+    # Time of the fastest SDPA backend in the same run; None if none was timed.
     best_sdpa_ms: float | None
-    standing: VerificationStatus
+    standing: VerificationStatus  # Verification status under the versions installed here.
+    # Whether it is the fallback for tensors that the selection before it cannot address.
     is_fallback: bool = False
 
 

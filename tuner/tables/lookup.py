@@ -16,31 +16,23 @@ from flashtune.db.eligibility import by_problem
 from flashtune.db.evidence import under
 from flashtune.db.light.reader import open_reader
 from flashtune.db.location import database_url, describe, sqlite_path
-from flashtune.db.table import shipped_table
+from flashtune.db.table import TunedTable, shipped_table
 from flashtune.dispatch.tables import Tables
 from flashtune.dispatch.versions import NO_DRIVER, current_versions
 
 if TYPE_CHECKING:
     from flashtune.core.problem import Problem
     from flashtune.db.store import Store
-    from flashtune.db.table import TunedTable
 
 
 class Found(msgspec.Struct, frozen=True):
-    """A record and its source.
-
-    Attributes:
-        source: `database` or `shipped`.
-        id: Its row in the database; 0 in a table.
-        created_at: Time of storage, ISO 8601; empty in a table.
-        has_receipt: Whether its table has a receipt of its kernel under the versions here; unset in a
-            database.
-    """
+    """A record and its source."""
 
     record: Record
-    source: str
-    id: int = 0
-    created_at: str = ""
+    source: str  # `database` or `shipped`.
+    id: int = 0  # Its row in the database; 0 in a table.
+    created_at: str = ""  # Time of storage, ISO 8601; empty in a table.
+    # Whether its table has a receipt of its kernel under the versions here; unset in a database.
     has_receipt: bool | msgspec.UnsetType = msgspec.UNSET
 
 

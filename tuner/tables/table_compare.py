@@ -1,15 +1,14 @@
 """Comparison of two tables of one GPU: each problem's time relative to its baselines."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import msgspec
+import torch
 
 from flashtune.core.errors import TableError, UsageError
 from flashtune.core.record import Measurement, Record
+from flashtune.core.target import Target
 from flashtune.db.eligibility import by_problem, serves_any_tensors
 from flashtune.db.table import Timing, TunedTable, dump_table
 from flashtune.dispatch.versions import current_versions
@@ -17,27 +16,16 @@ from flashtune.tuner.candidates import Candidate
 from flashtune.tuner.tables.admission import digest_of
 from flashtune.tuner.tables.table_receipts import with_receipts
 
-if TYPE_CHECKING:
-    import torch
-
-    from flashtune.core.target import Target
-
 # A ratio may fall by this share before both kernels are timed again.
 LIMIT = 0.02
 
 
 class Change(msgspec.Struct, frozen=True):
-    """The records of both tables that serve one problem, for the same tensors.
+    """The records of both tables that serve one problem, for the same tensors."""
 
-    Attributes:
-        problem: The problem's key.
-        old: The record of the old table.
-        new: The record of the new table; None if it has none.
-    """
-
-    problem: str
-    old: Record
-    new: Record | None
+    problem: str  # The problem's key.
+    old: Record  # The record of the old table.
+    new: Record | None  # The record of the new table; None if it has none.
 
     @property
     def ratio(self) -> float | None:

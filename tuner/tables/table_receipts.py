@@ -1,7 +1,5 @@
 """Receipts of a table: adds verdicts and times of this machine's GPU to a verified table."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Mapping
 
 import msgspec

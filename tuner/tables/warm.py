@@ -1,7 +1,5 @@
 """`flashtune warm`: compiles, loads and verifies kernels before the first calls."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -46,27 +44,17 @@ class Needs(NamedTuple):
 
 
 class Warmed(msgspec.Struct, frozen=True):
-    """A kernel that was compiled before its first call.
+    """A kernel that was compiled before its first call."""
 
-    Attributes:
-        problem: Key of the first problem that it serves.
-        config: Label of its config.
-        kernel: Its digest.
-        lse: Whether it returns the log-sum-exp, or takes the gradient of it.
-        seconds: Compile time; near 0 for a hit in Triton's cache.
-        loaded: Whether it was loaded on this machine's GPU, and verified if it has no receipt.
-        failed: Why it cannot be used; empty if it can.
-    """
-
-    problem: str
+    problem: str  # Key of the first problem that it serves.
     target: str
     family: str
-    config: str
-    kernel: str
-    lse: bool
-    seconds: float
-    loaded: bool
-    failed: str = ""
+    config: str  # Label of its config.
+    kernel: str  # Its digest.
+    lse: bool  # Whether it returns the log-sum-exp, or takes the gradient of it.
+    seconds: float  # Compile time; near 0 for a hit in Triton's cache.
+    loaded: bool  # Whether it was loaded on this machine's GPU, and verified if it has no receipt.
+    failed: str = ""  # Why it cannot be used; empty if it can.
 
 
 def calls_of(problems: Iterable[Problem]) -> tuple[Call, ...]:

@@ -39,37 +39,25 @@ _Binary = tuple[str, tuple[str, str, str, str]]
 
 
 class OnGpu(msgspec.Struct, frozen=True):
-    """The results of a GPU.
+    """The results of a GPU."""
 
-    Attributes:
-        outcomes: Outcomes by `id` of the record.
-        checks: All verdicts.
-        passed: Records with a passed kernel of their own, each with the check.
-        receipts: A check for each kernel that passed at the shapes of all its records.
-        times: Times of the kernels of records under the versions here.
-        resources: Resources of kernels that differ from their records' kernels, by digest.
-    """
-
-    outcomes: Mapping[int, Outcome] = {}
-    checks: tuple[Check, ...] = ()
+    outcomes: Mapping[int, Outcome] = {}  # Outcomes by `id` of the record.
+    checks: tuple[Check, ...] = ()  # All verdicts.
+    # Records with a passed kernel of their own, each with the check.
     passed: tuple[tuple[Record, Check], ...] = ()
+    # A check for each kernel that passed at the shapes of all its records.
     receipts: tuple[Check, ...] = ()
-    times: tuple[Timing, ...] = ()
+    times: tuple[Timing, ...] = ()  # Times of the kernels of records under the versions here.
+    # Resources of kernels that differ from their records' kernels, by digest.
     resources: Mapping[str, Resources] = {}
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """The result of a record.
+    """The result of a record."""
 
-    Attributes:
-        failed: Why a check or the timing of its kernels failed; empty if none failed.
-        missed: Whether the run ended before all of its checks.
-        ran: Whether its own kernel was checked here. If not, the table has a receipt of it.
-    """
-
-    failed: str
-    missed: bool
-    ran: bool
+    failed: str  # Why a check or the timing of its kernels failed; empty if none failed.
+    missed: bool  # Whether the run ended before all of its checks.
+    ran: bool  # Whether its own kernel was checked here. If not, the table has a receipt of it.
 
 
 class _Task(NamedTuple):
@@ -94,17 +82,13 @@ class _Result(NamedTuple):
 
 
 class _Times(NamedTuple):
-    """The times of kernels.
+    """The times of kernels."""
 
-    Attributes:
-        lost: Why the kernel of a record was not timed, by `id` of the record; empty if it was. Kernels that
-            the run did not reach are left out.
-        measurements: The measurements, by `id` of the record.
-        resources: Resources of kernels that differ from their records' kernels, by digest.
-    """
-
+    # Why the kernel of a record was not timed, by `id` of the record; empty if it was. Kernels that the run
+    # did not reach are left out.
     lost: Mapping[int, str]
-    measurements: Mapping[int, Measurement]
+    measurements: Mapping[int, Measurement]  # The measurements, by `id` of the record.
+    # Resources of kernels that differ from their records' kernels, by digest.
     resources: Mapping[str, Resources]
 
 
@@ -113,13 +97,9 @@ def check_on_gpu(
 ) -> OnGpu:
     """Verifies the kernels of records on their GPU, and times those that passed.
 
-    Args:
-        subjects: Records of the GPU with kernels that compile.
-        index: The GPU's index on this machine.
-        runs: Runs the jobs.
-        table: A table with receipts and times to reuse, if they are of the versions here.
-        timed: Whether to time kernels of records that are of other versions, or lack times with shared
-            masks.
+    The kernels of `subjects` compile. `index` is the GPU's on this machine. `table` has receipts and times to
+    reuse, if they are of the versions here. With `timed`, also times kernels of records of other versions, or
+    without times with shared masks.
     """
     tasks = _tasks(subjects, table)
     _compile(tasks, runs)

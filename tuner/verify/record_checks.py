@@ -6,8 +6,6 @@ the kernel's digest, the template and the versions. Gluon kernels cannot be inte
 only the receipt is checked.
 """
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Hashable, Iterable, Mapping
 from typing import NamedTuple
@@ -61,39 +59,26 @@ class CheckMethod(enum.StrEnum):
 
 
 class Result(msgspec.Struct, frozen=True):
-    """The result of one selected kernel.
+    """The result of one selected kernel."""
 
-    Attributes:
-        problem: The problem's key.
-        kernel: Digest of the kernel as rendered here; None if it cannot be rendered.
-        method: The method of the comparison; `none` if it was not run here and has no valid receipt.
-        failed: Why it failed; empty if it passed.
-        receipt: The record's receipt; None unless it is valid for this kernel.
-    """
-
-    problem: str
+    problem: str  # The problem's key.
     target: str
     family: str
-    kernel: str | None
+    kernel: str | None  # Digest of the kernel as rendered here; None if it cannot be rendered.
+    # The method of the comparison; `none` if it was not run here and has no valid receipt.
     method: CheckMethod
-    failed: str = ""
-    receipt: Receipt | None = None
+    failed: str = ""  # Why it failed; empty if it passed.
+    receipt: Receipt | None = None  # The record's receipt; None unless it is valid for this kernel.
 
 
 class Report(msgspec.Struct, frozen=True):
-    """All results, and the verdicts and times of this machine's GPU.
+    """All results, and the verdicts and times of this machine's GPU."""
 
-    Attributes:
-        results: One for each selected kernel that was checked, in the table's order.
-        baselines: Number of selected baselines.
-        missed: Number of selected kernels that were not checked before the run ended.
-        on_gpu: The verdicts and times of this machine's GPU.
-    """
-
+    # One for each selected kernel that was checked, in the table's order.
     results: tuple[Result, ...]
-    baselines: int
-    missed: int = 0
-    on_gpu: OnGpu = OnGpu()
+    baselines: int  # Number of selected baselines.
+    missed: int = 0  # Number of selected kernels that were not checked before the run ended.
+    on_gpu: OnGpu = OnGpu()  # The verdicts and times of this machine's GPU.
 
     def count(self, method: CheckMethod) -> int:
         """Returns the number of results of a method, passed or failed."""
@@ -148,23 +133,16 @@ def verify_records(
 
 
 class _Checks(NamedTuple):
-    """The checks of a run, and the rules by which kernels pass.
+    """The checks of a run, and the rules by which kernels pass."""
 
-    Attributes:
-        unfit: Why a kernel does not fit its target, by binary; empty if it fits.
-        on_gpu: The results of this machine's GPU.
-        interpreted: Failures in the interpreter by source; empty if the kernel passed.
-        require_gpu: As in `verify_records`, as the next ones.
-        same_triton: Whether receipts of another Triton version fail.
-        allow_unproven: Whether kernels without a valid receipt pass.
-    """
-
+    # Why a kernel does not fit its target, by binary; empty if it fits.
     unfit: Mapping[Hashable, str]
-    on_gpu: OnGpu
+    on_gpu: OnGpu  # The results of this machine's GPU.
+    # Failures in the interpreter by source; empty if the kernel passed.
     interpreted: Mapping[Hashable, str]
-    require_gpu: bool
-    same_triton: bool
-    allow_unproven: bool
+    require_gpu: bool  # As in `verify_records`, as the next ones.
+    same_triton: bool  # Whether receipts of another Triton version fail.
+    allow_unproven: bool  # Whether kernels without a valid receipt pass.
 
     def result(self, record: Record, subject: Subject | str) -> Result | None:
         """Returns the result of a record, None if the run ended before it."""

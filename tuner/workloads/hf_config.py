@@ -1,7 +1,5 @@
 """Reads attention layers from a transformers `config.json` of any origin as typed data."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Annotated

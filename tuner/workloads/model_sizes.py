@@ -1,7 +1,5 @@
 """Phase and sizes of a model's calls as a user wrote them; imports nothing heavy."""
 
-from __future__ import annotations
-
 import enum
 from typing import NamedTuple
 
@@ -22,22 +20,15 @@ class Phase(enum.StrEnum):
 
 
 class ModelSizes(NamedTuple):
-    """Sizes of a model's calls, in the syntax of shapes; None if not given.
-
-    Attributes:
-        seqlen: Length of a sequence: of the prompt, or of the cache in decoding.
-        batch: Sequences.
-        dtype: Element types instead of the checkpoint's.
-        page_size: Keys of a page of the cache in decoding, 0 for caches without pages.
-        packed: Whether the prompts of a prefill form a varlen batch.
-    """
+    """Sizes of a model's calls, in the syntax of shapes; None if not given."""
 
     phase: Phase = Phase.PREFILL
-    seqlen: str | None = None
-    batch: str | None = None
-    dtype: str | None = None
+    seqlen: str | None = None  # Length of a sequence: of the prompt, or of the cache in decoding.
+    batch: str | None = None  # Sequences.
+    dtype: str | None = None  # Element types instead of the checkpoint's.
+    # Keys of a page of the cache in decoding, 0 for caches without pages.
     page_size: str | None = None
-    packed: bool = False
+    packed: bool = False  # Whether the prompts of a prefill form a varlen batch.
 
     @property
     def any_size(self) -> bool:

@@ -1,7 +1,5 @@
 """Models as lists of attention problems, so that a search can name a model; the two passes of training."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -22,61 +20,35 @@ from flashtune.tuner.workloads.shapes import expand
 
 
 class Layers(msgspec.Struct, frozen=True):
-    """Layers of a model with the same attention.
+    """Layers of a model with the same attention."""
 
-    Attributes:
-        count: Number of layers.
-        window: Number of tokens that a token sees, itself included; 0 for all.
-        chunk: Length of a chunk, whose tokens see only one another; 0 for no chunks.
-        softcap: Whether scores are capped.
-        sinks: Whether each head has a learned sink: a score without a value.
-    """
-
-    count: int
-    window: int = 0
-    chunk: int = 0
-    softcap: bool = False
-    sinks: bool = False
+    count: int  # Number of layers.
+    window: int = 0  # Number of tokens that a token sees, itself included; 0 for all.
+    chunk: int = 0  # Length of a chunk, whose tokens see only one another; 0 for no chunks.
+    softcap: bool = False  # Whether scores are capped.
+    sinks: bool = False  # Whether each head has a learned sink: a score without a value.
 
 
 class Latent(NamedTuple):
-    """Latent keys of a token in decoding, shared by all heads (DeepSeek's MLA).
+    """Latent keys of a token in decoding, shared by all heads (DeepSeek's MLA)."""
 
-    Attributes:
-        width: Number of columns.
-        values: Number of first columns that are also values.
-    """
-
-    width: int
-    values: int
+    width: int  # Number of columns.
+    values: int  # Number of first columns that are also values.
 
 
 class ModelAttention(msgspec.Struct, frozen=True):
-    """The attention layers of one model.
+    """The attention layers of one model."""
 
-    Attributes:
-        name: The model's name for users: lower case, with its size.
-        heads: Query heads.
-        kv_heads: Key and value heads in prefill.
-        head_dim: Width of queries and keys in prefill.
-        value_head_dim: Width of values in prefill.
-        dtype: The checkpoint's element type.
-        causal: Whether a token sees only the tokens before it.
-        source: Origin of the numbers.
-        kinds: Its layers, each kind once.
-        latent: Latent keys of its cache, if it has them.
-    """
-
-    name: str
-    heads: int
-    kv_heads: int
-    head_dim: int
-    value_head_dim: int
-    dtype: Dtype
-    causal: bool
-    source: str
-    kinds: tuple[Layers, ...]
-    latent: Latent | None = None
+    name: str  # The model's name for users: lower case, with its size.
+    heads: int  # Query heads.
+    kv_heads: int  # Key and value heads in prefill.
+    head_dim: int  # Width of queries and keys in prefill.
+    value_head_dim: int  # Width of values in prefill.
+    dtype: Dtype  # The checkpoint's element type.
+    causal: bool  # Whether a token sees only the tokens before it.
+    source: str  # Origin of the numbers.
+    kinds: tuple[Layers, ...]  # Its layers, each kind once.
+    latent: Latent | None = None  # Latent keys of its cache, if it has them.
 
     @property
     def layers(self) -> int:

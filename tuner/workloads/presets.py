@@ -1,7 +1,5 @@
 """The attention layers of well-known open models."""
 
-from __future__ import annotations
-
 from flashtune.core.errors import UsageError, nearest, quoted
 from flashtune.core.problem import Dtype
 from flashtune.tuner.workloads.models import Latent, Layers, ModelAttention

@@ -1,7 +1,5 @@
 """The meaning of each key of a shape, for `flashtune shapes` and docs/shapes.md."""
 
-from __future__ import annotations
-
 from flashtune.core.features.table import FEATURES
 
 EXAMPLES = ("heads=32,seqlen=4096,head_dim=128,causal", "heads=8,head_dim=64|128,seqlen=512..4096")

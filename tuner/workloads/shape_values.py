@@ -1,7 +1,5 @@
 """The keys of a shape, and the values of each."""
 
-from __future__ import annotations
-
 import enum
 import itertools
 from collections.abc import Mapping

@@ -12,8 +12,6 @@ A value is one item or several joined by `|`. An item of a number is a number or
 `shape_text` of `flashtune.core.canonical` is the inverse.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Reads files of shapes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import msgspec

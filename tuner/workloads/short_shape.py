@@ -1,7 +1,5 @@
 """Short text of a problem for columns of tables: `h32/8 d128 s4096 b1 causal`."""
 
-from __future__ import annotations
-
 from flashtune.core.problem import Causal, Dtype, Problem, feature_words
 
 # Prefixes of features' words that are common in tables.

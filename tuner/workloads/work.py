@@ -1,7 +1,5 @@
 """Operations, bytes and speed of a problem with its usual lengths of sequences."""
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Iterable
 

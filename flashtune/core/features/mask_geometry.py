@@ -1,7 +1,5 @@
 """Number of visible keys of a problem's queries: closed-form sums without a loop over rows."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 

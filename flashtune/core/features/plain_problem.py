@@ -76,28 +76,17 @@ class Causal(enum.StrEnum):
 # Defaults are omitted from stored problems, so that older stored problems still load with the same hash. The
 # mask and the direction were always stored.
 class PlainProblem(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """One attention computation without features.
+    """One attention computation without features."""
 
-    Attributes:
-        dtype: Element type of q, k and v. The output has `dtype.out`.
-        head_dim: Width of queries and keys.
-        value_head_dim: Width of values and outputs.
-        heads: Query heads.
-        kv_heads: Key and value heads; divides `heads`.
-        batch: Number of sequences.
-        seqlen_q: Queries per sequence.
-        seqlen_kv: Keys per sequence.
-        causal: The causal mask and its alignment.
-        direction: Forward or backward pass.
-    """
-
-    dtype: Dtype
-    head_dim: HeadDim
-    value_head_dim: HeadDim
-    heads: Count
-    kv_heads: Count
-    batch: Extent
-    seqlen_q: Extent
-    seqlen_kv: Extent
+    dtype: Dtype  # Element type of q, k and v. The output has `dtype.out`.
+    head_dim: HeadDim  # Width of queries and keys.
+    value_head_dim: HeadDim  # Width of values and outputs.
+    heads: Count  # Query heads.
+    kv_heads: Count  # Key and value heads; divides `heads`.
+    batch: Extent  # Number of sequences.
+    seqlen_q: Extent  # Queries per sequence.
+    seqlen_kv: Extent  # Keys per sequence.
+    # The causal mask and its alignment.
     causal: Causal = msgspec.field(default_factory=lambda: Causal.NONE)
+    # Forward or backward pass.
     direction: Direction = msgspec.field(default_factory=lambda: Direction.FORWARD)

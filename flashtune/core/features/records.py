@@ -82,95 +82,70 @@ class KvScale(enum.StrEnum):
 
 
 class FeatureFields(PlainProblem, frozen=True, kw_only=True):
-    """The fields of a problem. Their order is that of stored problems.
+    """The fields of a problem. Their order is that of stored problems."""
 
-    Attributes:
-        window_left: A query at p sees no key before p - window_left; None means unbounded.
-        window_right: A query at p sees no key after p + window_right; None means unbounded.
-        sink_tokens: Keys at the start that stay visible at any distance (Xiao et al., 2023).
-        chunk: A query sees only keys of its own chunk of this size; 0 means no chunks (Llama 4).
-        prefix: Whether each sequence has a prefix that all its queries see.
-        block_mask: Queries and keys of a block of the block mask; 0 means no block mask.
-        block_lists: The heads that share its lists.
-        softcap: Whether scores s become cap · tanh(s / cap).
-        alibi: Whether slope · distance is subtracted from the scores (Press et al., 2022).
-        bias: The kind of the attention bias.
-        sinks: Whether each head has a learned logit without a value (gpt-oss).
-        packed: Number of query tokens of all packed sequences. The lengths above are then those of the
-            longest sequence. 0 means that sequences are not packed.
-        kv_lengths: Whether a tensor on the device has the number of keys of each sequence, at most
-            `seqlen_kv`.
-        page_size: Keys per page of a paged cache; 0 means no pages.
-        kv_dtype: Element type of keys and values if it is not q's.
-        kv_scale: Granularity of the scales of a quantised cache.
-        mla: Whether values are the first `value_head_dim` columns of the keys (DeepSeek's MLA).
-        dropout: Whether probabilities are dropped at random. Both passes use the same seed.
-        deterministic: Whether gradients must be reproducible bit for bit. Without effect on the forward pass.
-    """
-
+    # A query at p sees no key before p - window_left; None means unbounded.
     window_left: Extent | None = None
+    # A query at p sees no key after p + window_right; None means unbounded.
     window_right: Extent | None = None
+    # Keys at the start that stay visible at any distance (Xiao et al., 2023).
     sink_tokens: Extent = 0
+    # A query sees only keys of its own chunk of this size; 0 means no chunks (Llama 4).
     chunk: Extent = 0
-    prefix: bool = False
-    block_mask: Extent = 0
-    block_lists: BlockLists = BlockLists.HEAD
-    softcap: bool = False
+    prefix: bool = False  # Whether each sequence has a prefix that all its queries see.
+    block_mask: Extent = 0  # Queries and keys of a block of the block mask; 0 means no block mask.
+    block_lists: BlockLists = BlockLists.HEAD  # The heads that share its lists.
+    softcap: bool = False  # Whether scores s become cap · tanh(s / cap).
+    # Whether slope · distance is subtracted from the scores (Press et al., 2022).
     alibi: bool = False
-    bias: Bias = Bias.NONE
-    sinks: bool = False
+    bias: Bias = Bias.NONE  # The kind of the attention bias.
+    sinks: bool = False  # Whether each head has a learned logit without a value (gpt-oss).
+    # Number of query tokens of all packed sequences. The lengths above are then those of the longest
+    # sequence. 0 means that sequences are not packed.
     packed: Extent = 0
+    # Whether a tensor on the device has the number of keys of each sequence, at most `seqlen_kv`.
     kv_lengths: bool = False
-    page_size: Extent = 0
-    kv_dtype: KvDtype | None = None
-    kv_scale: KvScale = KvScale.TENSOR
+    page_size: Extent = 0  # Keys per page of a paged cache; 0 means no pages.
+    kv_dtype: KvDtype | None = None  # Element type of keys and values if it is not q's.
+    kv_scale: KvScale = KvScale.TENSOR  # Granularity of the scales of a quantised cache.
+    # Whether values are the first `value_head_dim` columns of the keys (DeepSeek's MLA).
     mla: bool = False
+    # Whether probabilities are dropped at random. Both passes use the same seed.
     dropout: bool = False
+    # Whether gradients must be reproducible bit for bit. Without effect on the forward pass.
     deterministic: bool = False
 
 
 class ExtraInputs(NamedTuple):
-    """The inputs of a call besides q, k and v, in the order in which kernels take them. None means absent.
+    """The inputs of a call besides q, k and v, in the order in which kernels take them. None means absent."""
 
-    Attributes:
-        q_scale: Scale of a quantised q: float32 [batch, heads], positive; None means 1.
-        k_scale: Likewise of k, [batch, kv_heads]. With a quantised cache and q that is not quantised, k_scale
-            and v_scale are float32 [pages, kv_heads] of any strides. A scale per tensor or head is expanded.
-        v_scale: Likewise of v.
-        slopes: ALiBi slopes, float32 [batch, heads], any stride of batch.
-        bias: Additive bias in q's type, or a bool mask: [batch, heads, seqlen_q, seqlen_kv], last dimension
-            contiguous, others of any stride.
-        sinks: A learned logit per head without a value: float32 [heads].
-        prefix: Number of keys that all queries of a sequence see: int32 [batch].
-        cu_seqlens_q: Offsets of the queries of each sequence, and their end: int32 [batch + 1].
-        cu_seqlens_kv: Likewise of varlen keys that are not in pages.
-        seqlens_kv: Number of keys of each sequence: int32 [batch].
-        block_table: The pages of each sequence, in order: int32 [batch, pages of the longest].
-        block_counts: Number of visible key blocks of each query block: int32 [batch, heads or kv_heads,
-            query blocks].
-        block_indices: These key blocks in ascending order: int32 [batch, heads or kv_heads, query blocks,
-            blocks of the longest list]. Elements after a list's count are ignored.
-        seed: The seed of dropout: int64 [1].
-        softcap: Scores s become softcap · tanh(s / softcap).
-        dropout: The fraction of probabilities that are dropped.
-    """
-
+    # Scale of a quantised q: float32 [batch, heads], positive; None means 1.
     q_scale: Tensor | None = None
+    # Likewise of k, [batch, kv_heads]. With a quantised cache and q that is not quantised, k_scale and
+    # v_scale are float32 [pages, kv_heads] of any strides. A scale per tensor or head is expanded.
     k_scale: Tensor | None = None
-    v_scale: Tensor | None = None
-    slopes: Tensor | None = None
+    v_scale: Tensor | None = None  # Likewise of v.
+    slopes: Tensor | None = None  # ALiBi slopes, float32 [batch, heads], any stride of batch.
+    # Additive bias in q's type, or a bool mask: [batch, heads, seqlen_q, seqlen_kv], last dimension
+    # contiguous, others of any stride.
     bias: Tensor | None = None
-    sinks: Tensor | None = None
+    sinks: Tensor | None = None  # A learned logit per head without a value: float32 [heads].
+    # Number of keys that all queries of a sequence see: int32 [batch].
     prefix: Tensor | None = None
+    # Offsets of the queries of each sequence, and their end: int32 [batch + 1].
     cu_seqlens_q: Tensor | None = None
-    cu_seqlens_kv: Tensor | None = None
-    seqlens_kv: Tensor | None = None
+    cu_seqlens_kv: Tensor | None = None  # Likewise of varlen keys that are not in pages.
+    seqlens_kv: Tensor | None = None  # Number of keys of each sequence: int32 [batch].
+    # The pages of each sequence, in order: int32 [batch, pages of the longest].
     block_table: Tensor | None = None
+    # Number of visible key blocks of each query block: int32 [batch, heads or kv_heads, query blocks].
     block_counts: Tensor | None = None
+    # These key blocks in ascending order: int32 [batch, heads or kv_heads, query blocks, blocks of the
+    # longest list]. Elements after a list's count are ignored.
     block_indices: Tensor | None = None
-    seed: Tensor | None = None
-    softcap: float | None = None
-    dropout: float | None = None
+    seed: Tensor | None = None  # The seed of dropout: int64 [1].
+    softcap: float | None = None  # Scores s become softcap · tanh(s / softcap).
+    dropout: float | None = None  # The fraction of probabilities that are dropped.
 
     @property
     def scales(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

@@ -1,7 +1,5 @@
 """`flash_attn.bert_padding`: packs padded sequences and pads packed ones. It reads lengths on the host."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

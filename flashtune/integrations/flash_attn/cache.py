@@ -6,8 +6,6 @@ pages. They are gathered into a copy if their rows have no common stride, or if 
 pages. All happens on the device.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -22,17 +20,11 @@ GATHERED_PAGE = 64
 
 
 class Cache(NamedTuple):
-    """A cache.
+    """A cache."""
 
-    Attributes:
-        k: Pages of keys, [pages, page size, kv_heads, width].
-        v: Pages of values.
-        table: The pages of each sequence in order, int32 [batch, columns].
-    """
-
-    k: Tensor
-    v: Tensor
-    table: Tensor
+    k: Tensor  # Pages of keys, [pages, page size, kv_heads, width].
+    v: Tensor  # Pages of values.
+    table: Tensor  # The pages of each sequence in order, int32 [batch, columns].
 
     @property
     def page_size(self) -> int:

@@ -3,8 +3,6 @@
 They have a name, a version and modules, and no files.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable, Sequence
 from importlib import metadata

@@ -5,8 +5,6 @@ element's block of keys and of all blocks after it, because flash_attn's kernels
 Both dimensions are padded to multiples of 128. It is for tests: it takes memory for all scores.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -22,36 +22,24 @@ class Descales(NamedTuple):
 
 
 class Features(NamedTuple):
-    """The options of a call besides its tensors of queries, keys and values.
+    """The options of a call besides its tensors of queries, keys and values."""
 
-    Attributes:
-        scale: Factor of the scores; None means 1 / sqrt(head_dim).
-        causal: Whether keys after a query's position are hidden. The last query has the last key's position.
-        left: Number of visible keys before the query's own; None for all. It may be negative.
-        right: Number of visible keys after the query's own, likewise.
-        softcap: Replaces scores s by softcap · tanh(s / softcap); 0 disables it.
-        alibi_slopes: Float32 [heads] or [batch, heads].
-        sinks: A logit of each head without a value, of any floating type: [heads].
-        chunk: Number of keys of a chunk; 0 for no chunks.
-        dropout: Fraction of attention weights to drop.
-        deterministic: Whether gradients must be bit-identical between runs.
-        descales: Factors of 8-bit inputs.
-        seed: Seed of dropout, int64 [1].
-        wants_lse: Whether the call returns the log-sum-exp, [batch, heads, tokens] or packed [heads, tokens].
-    """
-
-    scale: float | None = None
+    scale: float | None = None  # Factor of the scores; None means 1 / sqrt(head_dim).
+    # Whether keys after a query's position are hidden. The last query has the last key's position.
     causal: bool = False
+    # Number of visible keys before the query's own; None for all. It may be negative.
     left: int | None = None
-    right: int | None = None
-    softcap: float = 0.0
-    alibi_slopes: Tensor | None = None
+    right: int | None = None  # Number of visible keys after the query's own, likewise.
+    softcap: float = 0.0  # Replaces scores s by softcap · tanh(s / softcap); 0 disables it.
+    alibi_slopes: Tensor | None = None  # Float32 [heads] or [batch, heads].
+    # A logit of each head without a value, of any floating type: [heads].
     sinks: Tensor | None = None
-    chunk: int = 0
-    dropout: float = 0.0
-    deterministic: bool = False
-    descales: Descales = Descales()
-    seed: Tensor | None = None
+    chunk: int = 0  # Number of keys of a chunk; 0 for no chunks.
+    dropout: float = 0.0  # Fraction of attention weights to drop.
+    deterministic: bool = False  # Whether gradients must be bit-identical between runs.
+    descales: Descales = Descales()  # Factors of 8-bit inputs.
+    seed: Tensor | None = None  # Seed of dropout, int64 [1].
+    # Whether the call returns the log-sum-exp, [batch, heads, tokens] or packed [heads, tokens].
     wants_lse: bool = False
 
     @property

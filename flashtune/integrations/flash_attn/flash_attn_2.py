@@ -4,8 +4,6 @@
 The log-sum-exp of rows without visible keys is infinity, as in flash_attn. It has no gradient there either.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

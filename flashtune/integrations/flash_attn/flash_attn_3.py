@@ -6,8 +6,6 @@ multiprocessors and scheduler metadata have no effect. Backward passes of `qv`, 
 `UnsupportedError`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

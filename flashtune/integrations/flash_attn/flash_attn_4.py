@@ -6,8 +6,6 @@ negative. A window with a negative sum has no effect. Arguments that select sche
 and lists of blocks must be None. Backward passes of `qv` and pages raise `UnsupportedError`.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

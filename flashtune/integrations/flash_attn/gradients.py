@@ -3,8 +3,6 @@
 Ring attention calls it for each block of keys, with the output and the log-sum-exp over all keys.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

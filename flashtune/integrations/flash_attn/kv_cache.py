@@ -1,7 +1,5 @@
 """`flash_attn_with_kvcache` of all versions: new tokens are rotated, appended and attended to."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -19,24 +17,15 @@ from flashtune.runtime.value_checks import is_capturing, values_are_checked
 
 
 class NewTokens(NamedTuple):
-    """Tokens that a call appends to a cache, and the rotary embedding of them and the queries.
+    """Tokens that a call appends to a cache, and the rotary embedding of them and the queries."""
 
-    Attributes:
-        k: Their keys, [batch, tokens, heads, width], or packed [tokens, heads, width].
-        v: Their values, likewise.
-        starts: Offsets of packed tokens, int32 [batch + 1].
-        cos: Cosines of the rotary embedding.
-        sin: Sines, likewise.
-        interleaved: Whether neighbouring columns are rotated together.
-        offsets: Positions of the first new tokens; by default, those behind the tokens in the cache.
-    """
-
-    k: Tensor | None
-    v: Tensor | None
-    starts: Tensor | None
-    cos: Tensor | None
-    sin: Tensor | None
-    interleaved: bool
+    k: Tensor | None  # Their keys, [batch, tokens, heads, width], or packed [tokens, heads, width].
+    v: Tensor | None  # Their values, likewise.
+    starts: Tensor | None  # Offsets of packed tokens, int32 [batch + 1].
+    cos: Tensor | None  # Cosines of the rotary embedding.
+    sin: Tensor | None  # Sines, likewise.
+    interleaved: bool  # Whether neighbouring columns are rotated together.
+    # Positions of the first new tokens; by default, those behind the tokens in the cache.
     offsets: Tensor | None
 
 

@@ -3,8 +3,6 @@
 They take no part in autograd. `rng_state` is int64 [2]: the seed of dropout, and 0.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rotary position embedding (Su et al., 2021), as flash_attn's kernels apply it."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -3,8 +3,6 @@
 Queries are [batch, tokens, heads, width], or packed [tokens, heads, width]. Keys and values are likewise.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -3,8 +3,6 @@
 Nothing here reads a length on the host. All functions are differentiable.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -12,20 +10,15 @@ from torch import Tensor
 
 
 class Sequences(NamedTuple):
-    """Where the tokens of sequences are.
+    """Where the tokens of sequences are."""
 
-    Attributes:
-        starts: Offsets of packed sequences and the end of the last one, int32 [batch + 1]. None if the tensor
-            has a dimension of sequences.
-        longest: Number of tokens of the longest sequence, or more. 0 without `starts`.
-        used: Number of tokens that count, int32 [batch]; None for all.
-        skipped: Number of first tokens of each sequence that do not count, int32 [batch]; None for none. They
-            are part of `used`.
-    """
-
+    # Offsets of packed sequences and the end of the last one, int32 [batch + 1]. None if the tensor has a
+    # dimension of sequences.
     starts: Tensor | None = None
-    longest: int = 0
-    used: Tensor | None = None
+    longest: int = 0  # Number of tokens of the longest sequence, or more. 0 without `starts`.
+    used: Tensor | None = None  # Number of tokens that count, int32 [batch]; None for all.
+    # Number of first tokens of each sequence that do not count, int32 [batch]; None for none. They are part
+    # of `used`.
     skipped: Tensor | None = None
 
     @property
@@ -39,22 +32,17 @@ WHOLE = Sequences()
 
 
 class Packed(NamedTuple):
-    """Tokens that count, packed.
+    """Tokens that count, packed."""
 
-    Attributes:
-        source: The row of each packed token among the rows of all sequences, int64 [rows]; None if all rows
-            are tokens that count. Rows after the last token repeat another one.
-        starts: Offsets of the packed sequences and the end of the last one, int32 [batch + 1].
-        longest: Number of tokens of the longest sequence, or more.
-        back: For each row of all sequences its packed token, int64 [rows]; None if `source` is.
-        counts: Whether a row counts, bool [rows]; None if `source` is.
-    """
-
+    # Offsets of the packed sequences and the end of the last one, int32 [batch + 1].
     starts: Tensor
-    longest: int
+    longest: int  # Number of tokens of the longest sequence, or more.
+    # The row of each packed token among the rows of all sequences, int64 [rows]; None if all rows are tokens
+    # that count. Rows after the last token repeat another one.
     source: Tensor | None = None
+    # For each row of all sequences its packed token, int64 [rows]; None if `source` is.
     back: Tensor | None = None
-    counts: Tensor | None = None
+    counts: Tensor | None = None  # Whether a row counts, bool [rows]; None if `source` is.
 
 
 def sequence_numbers(starts: Tensor, rows: int) -> Tensor:

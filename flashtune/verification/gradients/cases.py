@@ -5,8 +5,6 @@ Both lengths are therefore chosen around multiples of each tile side, up to more
 stages. Tile sides are powers of two, so multiples of a larger one are multiples of the smaller.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -110,17 +108,11 @@ RACE_REPEATS = 24
 
 
 class Tiles(NamedTuple):
-    """The tiles of a config.
+    """The tiles of a config."""
 
-    Attributes:
-        queries: Distinct sides along queries, ascending.
-        keys: Distinct sides along keys, ascending.
-        depth: Number of blocks in flight.
-    """
-
-    queries: tuple[int, ...]
-    keys: tuple[int, ...]
-    depth: int
+    queries: tuple[int, ...]  # Distinct sides along queries, ascending.
+    keys: tuple[int, ...]  # Distinct sides along keys, ascending.
+    depth: int  # Number of blocks in flight.
 
     @property
     def least(self) -> int:

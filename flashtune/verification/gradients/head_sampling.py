@@ -7,17 +7,14 @@ sample of a large problem consists of pairs of a sequence and a KV head, includi
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
+from flashtune.core.problem import Problem
 from flashtune.verification.inputs.placement import are_all_rows
 from flashtune.verification.reference.scores import CHUNK_SCORES
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from flashtune.core.problem import Problem
 
 # Largest scores of one reference in elements, and largest exact gradients.
 MAX_SCORES = {"cuda": 2**29, "cpu": 2**26}
@@ -26,15 +23,10 @@ MIN_PAIRS = 2
 
 
 class Pairs(NamedTuple):
-    """Some KV heads of some sequences, with all query heads that share them; on the CPU.
+    """Some KV heads of some sequences, with all query heads that share them; on the CPU."""
 
-    Attributes:
-        batch: The sequence of each pair, [pairs] in int64.
-        kv_head: Its KV head, [pairs] in int64.
-    """
-
-    batch: Tensor
-    kv_head: Tensor
+    batch: Tensor  # The sequence of each pair, [pairs] in int64.
+    kv_head: Tensor  # Its KV head, [pairs] in int64.
 
     def heads(self, problem: Problem) -> Tensor:
         """Returns the query heads of each pair: [pairs, group]."""
@@ -82,14 +74,10 @@ class Pairs(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Pairs that are processed together.
+    """Pairs that are processed together."""
 
-    Attributes:
-        pairs: Some pairs.
-        rows: Consecutive slices of all their query rows: [rows] each in int64, on the CPU.
-    """
-
-    pairs: Pairs
+    pairs: Pairs  # Some pairs.
+    # Consecutive slices of all their query rows: [rows] each in int64, on the CPU.
     rows: tuple[Tensor, ...]
 
 

@@ -3,16 +3,15 @@
 They are made on the device. A search caches them for its next candidates.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from flashtune.core.features.records import ExtraInputs
 from flashtune.core.kernel import Alignment
 from flashtune.core.layouts import TORCH_DTYPES
-from flashtune.core.problem import Bias
+from flashtune.core.problem import Bias, Problem
 from flashtune.launch.tensors import BackwardTensors
 from flashtune.verification.cases import Case, lengths_of
 from flashtune.verification.gradients.head_sampling import Pairs, sample_pairs
@@ -29,41 +28,27 @@ from flashtune.verification.inputs.guarded_tensors import (
 from flashtune.verification.inputs.memory import Dense, Memory, MemoryFrame, fill, placed
 from flashtune.verification.inputs.placement import aside, capacities, excused, missing, query_places
 from flashtune.verification.inputs.prepared import ROWS_AFTER, CaseCache, float_values, generator_of
+from flashtune.verification.lengths import Lengths
 from flashtune.verification.probes import Probe, with_needles
 from flashtune.verification.reference.forward import sample
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from flashtune.core.problem import Problem
-    from flashtune.verification.lengths import Lengths
 
 # Heads that are not compared get a log-sum-exp of about the right size, so that probabilities are finite.
 ABOUT_ONE = 1.0
 
 
 class Prepared(NamedTuple):
-    """A case's tensors and reference.
+    """A case's tensors and reference."""
 
-    Attributes:
-        read: All tensors that a launch reads, in poisoned surroundings.
-        written: The gradients in poisoned surroundings, by their names in `BackwardTensors`.
-        tensors: The tensors as a launch takes them.
-        side: The extra inputs as a launch takes them.
-        lengths: Lengths of the sequences.
-        chosen: The compared pairs and rows.
-        expected: Their reference. Rows that a varlen sequence does not have may be anything.
-        checksum: Sums of the bits of the tensors in `read`.
-    """
-
-    read: tuple[Guarded, ...]
+    read: tuple[Guarded, ...]  # All tensors that a launch reads, in poisoned surroundings.
+    # The gradients in poisoned surroundings, by their names in `BackwardTensors`.
     written: dict[str, Guarded]
-    tensors: BackwardTensors
-    side: ExtraInputs
-    lengths: Lengths
-    chosen: Chosen
+    tensors: BackwardTensors  # The tensors as a launch takes them.
+    side: ExtraInputs  # The extra inputs as a launch takes them.
+    lengths: Lengths  # Lengths of the sequences.
+    chosen: Chosen  # The compared pairs and rows.
+    # Their reference. Rows that a varlen sequence does not have may be anything.
     expected: Expected
-    checksum: Tensor
+    checksum: Tensor  # Sums of the bits of the tensors in `read`.
 
 
 def prepare(case: Case, alignment: Alignment, device: torch.device, seed: int, dlse: bool) -> Prepared:

@@ -6,14 +6,13 @@ exact. To bound the memory, only some pairs of a sequence and a KV head are comp
 are computed in slices of query rows, whose contributions to dk and dv are summed.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
 
 from flashtune.core.features.records import NO_EXTRA_INPUTS
-from flashtune.core.problem import Bias, Dtype
+from flashtune.core.problem import Bias, Dtype, Problem
 from flashtune.verification.gradients.head_sampling import Pairs, Piece, pieces
 from flashtune.verification.gradients.scores import BackwardCase, SinkRows, Work, largest, once, work_on
 from flashtune.verification.gradients.tolerance import (
@@ -23,34 +22,20 @@ from flashtune.verification.gradients.tolerance import (
     RowFigures,
     allowed_error,
 )
+from flashtune.verification.lengths import Lengths
 from flashtune.verification.reference.masks import Rows
 from flashtune.verification.reference.scores import score_rows, together
 from flashtune.verification.tolerance import larger, squared
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from flashtune.core.problem import Problem
-    from flashtune.verification.gradients.head_sampling import Pairs
-    from flashtune.verification.lengths import Lengths
-
 
 class OfHeads(NamedTuple):
-    """Partial sums of the gradients of slopes or sinks over some rows, [pairs, group]. `steps` is a maximum.
+    """Partial sums of the gradients of slopes or sinks over rows, [pairs, group]. `steps` is a maximum."""
 
-    Attributes:
-        exact: The gradients.
-        plain: The gradients in the low-precision reference.
-        spread: Squares of typical errors.
-        terms: Number of the terms of a sum.
-        steps: Largest relative error of the rows' probabilities, in float32 roundoffs.
-    """
-
-    exact: Tensor
-    plain: Tensor
-    spread: Tensor
-    terms: Tensor
-    steps: Tensor
+    exact: Tensor  # The gradients.
+    plain: Tensor  # The gradients in the low-precision reference.
+    spread: Tensor  # Squares of typical errors.
+    terms: Tensor  # Number of the terms of a sum.
+    steps: Tensor  # Largest relative error of the rows' probabilities, in float32 roundoffs.
 
 
 def by_head(rows: Tensor, problem: Problem) -> Tensor:
@@ -186,30 +171,21 @@ def key_gradients(problem: Problem, scale: float, sums: OfKeys) -> tuple[Gradien
 
 
 class Chosen(NamedTuple):
-    """The compared pairs and rows.
+    """The compared pairs and rows."""
 
-    Attributes:
-        pairs: Sequences and KV heads, with their query heads. All their rows are compared.
-        rows: Query rows in which the gradient of a bias is compared, [rows] in int64 on the CPU.
-    """
-
-    pairs: Pairs
+    pairs: Pairs  # Sequences and KV heads, with their query heads. All their rows are compared.
+    # Query rows in which the gradient of a bias is compared, [rows] in int64 on the CPU.
     rows: Tensor
 
 
 class Expected(NamedTuple):
-    """The reference of the forward pass and of the gradients.
+    """The reference of the forward pass and of the gradients."""
 
-    Attributes:
-        out: The output, rounded once, [pairs, group, seqlen_q, value_head_dim].
-        lse: The log-sum-exp in float32, [pairs, group, seqlen_q].
-        gradients: Gradients by their names in `BackwardTensors`: dq [pairs, group, seqlen_q, head_dim], dk
-            and dv [pairs, seqlen_kv, ...], dbias [pairs, group, rows, seqlen_kv, 1] of some rows, and dslopes
-            and dsinks [pairs, group, 1].
-    """
-
-    out: Tensor
-    lse: Tensor
+    out: Tensor  # The output, rounded once, [pairs, group, seqlen_q, value_head_dim].
+    lse: Tensor  # The log-sum-exp in float32, [pairs, group, seqlen_q].
+    # Gradients by their names in `BackwardTensors`: dq [pairs, group, seqlen_q, head_dim], dk and dv [pairs,
+    # seqlen_kv, ...], dslopes and dsinks [pairs, group, 1]. Also dbias of some rows, [pairs, group, rows,
+    # seqlen_kv, 1].
     gradients: dict[str, Gradient]
 
 

@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch import Tensor
 
 from flashtune.core.features.records import ExtraInputs
 from flashtune.core.features.table import changed_scores, score_derivative
@@ -18,82 +19,54 @@ from flashtune.verification.reference.scores import levelled, score_rows, seen_b
 from flashtune.verification.tolerance import FLOAT32_ROUNDOFF, FUNCTION_STEPS, heaviest, norm
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from flashtune.core.problem import Problem
     from flashtune.verification.gradients.head_sampling import Pairs
     from flashtune.verification.lengths import Lengths
 
 
 class BackwardCase(NamedTuple):
-    """The inputs of a backward pass in padded form. Tensors are finite after the end of a sequence too.
+    """The inputs of a backward pass in padded form. Tensors are finite after the end of a sequence too."""
 
-    Attributes:
-        q: [batch, heads, seqlen_q, head_dim] in the problem's dtype.
-        k: [batch, kv_heads, seqlen_kv, head_dim] in the same dtype.
-        v: [batch, kv_heads, seqlen_kv, value_head_dim] in the same dtype.
-        dout: The gradient of the output, [batch, heads, seqlen_q, value_head_dim] in the same dtype.
-        dlse: The gradient of the log-sum-exp, float32 [batch, heads, seqlen_q], or None for zeros.
-        side: Extra inputs.
-        scale: Softmax scale.
-        lengths: Lengths of the sequences.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
+    q: Tensor  # [batch, heads, seqlen_q, head_dim] in the problem's dtype.
+    k: Tensor  # [batch, kv_heads, seqlen_kv, head_dim] in the same dtype.
+    v: Tensor  # [batch, kv_heads, seqlen_kv, value_head_dim] in the same dtype.
+    # The gradient of the output, [batch, heads, seqlen_q, value_head_dim] in the same dtype.
     dout: Tensor
+    # The gradient of the log-sum-exp, float32 [batch, heads, seqlen_q], or None for zeros.
     dlse: Tensor | None
-    side: ExtraInputs
-    scale: float
-    lengths: Lengths
+    side: ExtraInputs  # Extra inputs.
+    scale: float  # Softmax scale.
+    lengths: Lengths  # Lengths of the sequences.
 
 
 class Float64Rows(NamedTuple):
-    """Some rows of some pairs in float64. The rows of the heads of a group are concatenated.
+    """Some rows of some pairs in float64. The rows of the heads of a group are concatenated."""
 
-    Attributes:
-        q: [pairs, group · rows, head_dim].
-        k: [pairs, keys, head_dim].
-        v: [pairs, keys, value_head_dim].
-        dout: [pairs, group · rows, value_head_dim].
-        dlse: [pairs, group · rows].
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    dout: Tensor
-    dlse: Tensor | float
+    q: Tensor  # [pairs, group · rows, head_dim].
+    k: Tensor  # [pairs, keys, head_dim].
+    v: Tensor  # [pairs, keys, value_head_dim].
+    dout: Tensor  # [pairs, group · rows, value_head_dim].
+    dlse: Tensor | float  # [pairs, group · rows].
 
 
 class Weights(NamedTuple):
-    """The forward pass of some rows.
+    """The forward pass of some rows."""
 
-    Attributes:
-        scores: [pairs, group · rows, keys] in float64, with softcap, ALiBi and bias. Very negative if hidden.
-        exact: P, of the same shape.
-        slope: Derivative of the scores by those before features, of the same shape; None if it is 1.
-        kept: Dropout factors of P, of the same shape, or None without dropout.
-        out: [pairs, group · rows, value_head_dim].
-        lse: [pairs, group · rows], -inf in rows without visible keys.
-        levels: FINITE_MASK in rows whose keys all have it, else 0, like `lse`; None if all are 0.
-            `scores` and `lse` are relative to them.
-        added: Largest magnitude of a bias or ALiBi term of a key with weight, like `lse`. None without such.
-        keys: Number of visible keys of each row, like `lse`.
-        queries: Number of rows that see each key, [pairs, keys].
-    """
-
+    # [pairs, group · rows, keys] in float64, with softcap, ALiBi and bias. Very negative if hidden.
     scores: Tensor
-    exact: Tensor
+    exact: Tensor  # P, of the same shape.
+    # Derivative of the scores by those before features, of the same shape; None if it is 1.
     slope: Tensor | None
-    kept: Tensor | None
-    out: Tensor
-    lse: Tensor
+    kept: Tensor | None  # Dropout factors of P, of the same shape, or None without dropout.
+    out: Tensor  # [pairs, group · rows, value_head_dim].
+    lse: Tensor  # [pairs, group · rows], -inf in rows without visible keys.
+    # FINITE_MASK in rows whose keys all have it, else 0, like `lse`; None if all are 0. `scores` and `lse`
+    # are relative to them.
     levels: Tensor | None
+    # Largest magnitude of a bias or ALiBi term of a key with weight, like `lse`. None without such.
     added: Tensor | None
-    keys: Tensor
-    queries: Tensor
+    keys: Tensor  # Number of visible keys of each row, like `lse`.
+    queries: Tensor  # Number of rows that see each key, [pairs, keys].
 
 
 def widened(problem: Problem, inputs: BackwardCase, pairs: Pairs, rows: Tensor) -> Float64Rows:
@@ -155,63 +128,36 @@ def rounded(out: Tensor, problem: Problem) -> Tensor:
 
 
 class Scores(NamedTuple):
-    """P and dS of some rows, [pairs, group · rows, keys] in float64.
+    """P and dS of some rows, [pairs, group · rows, keys] in float64."""
 
-    Attributes:
-        weights: P.
-        kept: P after dropout. P itself without dropout.
-        slopes: dS of the scores before features. Includes their derivative.
-        biased: dS of the scores after features. Equal to `slopes` if the derivative is 1.
-    """
-
-    weights: Tensor
-    kept: Tensor
-    slopes: Tensor
-    biased: Tensor
+    weights: Tensor  # P.
+    kept: Tensor  # P after dropout. P itself without dropout.
+    slopes: Tensor  # dS of the scores before features. Includes their derivative.
+    biased: Tensor  # dS of the scores after features. Equal to `slopes` if the derivative is 1.
 
 
 class SinkRows(NamedTuple):
-    """The gradients of sinks of some rows, [pairs, group · rows] in float64; 0 for rows that are absent.
+    """The gradients of sinks of some rows, [pairs, group · rows] in float64; 0 for rows that are absent."""
 
-    Attributes:
-        exact: -exp(sink - lse) · delta.
-        plain: That of the low-precision reference.
-        typical: Its typical error.
-        exists: 1 for rows of a sequence, else 0.
-    """
-
-    exact: Tensor
-    plain: Tensor
-    typical: Tensor
-    exists: Tensor
+    exact: Tensor  # -exp(sink - lse) · delta.
+    plain: Tensor  # That of the low-precision reference.
+    typical: Tensor  # Its typical error.
+    exists: Tensor  # 1 for rows of a sequence, else 0.
 
 
 class Work(NamedTuple):
-    """Some query rows of some pairs.
+    """Some query rows of some pairs."""
 
-    Attributes:
-        rows: The rows, [rows] in int64 on the CPU.
-        wide: Inputs.
-        out: The output as the forward pass stores it, [pairs, group · rows, value_head_dim].
-        lse: The log-sum-exp as the forward pass stores it, [pairs, group · rows] in float32.
-        keys: Number of visible keys of each row, [pairs, group · rows].
-        queries: Number of rows that see each key, [pairs, keys].
-        exact: P and dS.
-        plain: P and dS of the low-precision reference, rounded to the inputs' dtype.
-        errors: Errors of the quantities of each row.
-        sinks: The gradients of sinks of each row, or None without sinks.
-    """
-
-    rows: Tensor
-    wide: Float64Rows
-    out: Tensor
-    lse: Tensor
-    keys: Tensor
-    queries: Tensor
-    exact: Scores
-    plain: Scores
-    errors: QueryErrors
-    sinks: SinkRows | None
+    rows: Tensor  # The rows, [rows] in int64 on the CPU.
+    wide: Float64Rows  # Inputs.
+    out: Tensor  # The output as the forward pass stores it, [pairs, group · rows, value_head_dim].
+    lse: Tensor  # The log-sum-exp as the forward pass stores it, [pairs, group · rows] in float32.
+    keys: Tensor  # Number of visible keys of each row, [pairs, group · rows].
+    queries: Tensor  # Number of rows that see each key, [pairs, keys].
+    exact: Scores  # P and dS.
+    plain: Scores  # P and dS of the low-precision reference, rounded to the inputs' dtype.
+    errors: QueryErrors  # Errors of the quantities of each row.
+    sinks: SinkRows | None  # The gradients of sinks of each row, or None without sinks.
 
 
 def work_on(problem: Problem, inputs: BackwardCase, pairs: Pairs, rows: Tensor) -> Work:

@@ -45,8 +45,6 @@ P·|dP - delta|.
 Rows without any visible pair must be exactly zero.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -76,45 +74,28 @@ ORDER_SHARE = 2.0**-6
 
 
 class QueryErrors(NamedTuple):
-    """Errors of the quantities of each query row, [..., rows] in float64.
+    """Errors of the quantities of each query row, [..., rows] in float64."""
 
-    Attributes:
-        steps: Relative error of its probabilities in float32 roundoffs.
-        weight: Square of the relative error of each rounded probability, or dS.
-        product: Error of each dP.
-        delta: Error of delta.
-        least: Absolute error that each dS may have, however small it is.
-        least_weight: Absolute error that each P may have in the product with dO; the same for all rows.
-    """
-
-    steps: Tensor
-    weight: Tensor
-    product: Tensor
-    delta: Tensor
-    least: Tensor
+    steps: Tensor  # Relative error of its probabilities in float32 roundoffs.
+    weight: Tensor  # Square of the relative error of each rounded probability, or dS.
+    product: Tensor  # Error of each dP.
+    delta: Tensor  # Error of delta.
+    least: Tensor  # Absolute error that each dS may have, however small it is.
+    # Absolute error that each P may have in the product with dO; the same for all rows.
     least_weight: float
 
 
 class Sizes(NamedTuple):
-    """Magnitudes that the errors of each query row are proportional to, [..., rows] in float64.
+    """Magnitudes that the errors of each query row are proportional to, [..., rows] in float64."""
 
-    Attributes:
-        score: Upper bound of its scores, by Cauchy-Schwarz.
-        lse: Magnitude of its log-sum-exp, 0 if it is -inf.
-        added: Largest magnitude of a bias or ALiBi term of a key with weight. None without such terms.
-        product: Upper bound of its dP, by Cauchy-Schwarz.
-        delta: Root of the sum of squares of dO·O.
-        change: Upper bound of |dP - delta|.
-        kept: Dropout factor of probabilities that are not dropped, 1 without dropout.
-    """
-
-    score: Tensor
-    lse: Tensor
+    score: Tensor  # Upper bound of its scores, by Cauchy-Schwarz.
+    lse: Tensor  # Magnitude of its log-sum-exp, 0 if it is -inf.
+    # Largest magnitude of a bias or ALiBi term of a key with weight. None without such terms.
     added: Tensor | None
-    product: Tensor
-    delta: Tensor
-    change: Tensor
-    kept: float
+    product: Tensor  # Upper bound of its dP, by Cauchy-Schwarz.
+    delta: Tensor  # Root of the sum of squares of dO·O.
+    change: Tensor  # Upper bound of |dP - delta|.
+    kept: float  # Dropout factor of probabilities that are not dropped, 1 without dropout.
 
 
 def query_errors(problem: Problem, sizes: Sizes, softcap: float) -> QueryErrors:
@@ -142,33 +123,20 @@ def query_errors(problem: Problem, sizes: Sizes, softcap: float) -> QueryErrors:
 
 
 class Gradient(NamedTuple):
-    """The reference of one gradient and its tolerances, in float64.
+    """The reference of one gradient and its tolerances, in float64."""
 
-    Attributes:
-        exact: The gradient, [..., rows, columns].
-        allowed: Tolerances, [..., rows].
-    """
-
-    exact: Tensor
-    allowed: Tensor
+    exact: Tensor  # The gradient, [..., rows, columns].
+    allowed: Tensor  # Tolerances, [..., rows].
 
 
 class RowFigures(NamedTuple):
-    """The figures that determine the tolerance of a gradient's rows, [..., rows] each in float64.
+    """The figures that determine the tolerance of a gradient's rows, [..., rows] each in float64."""
 
-    Attributes:
-        plain: Error of the low-precision reference.
-        typical: Error of its roundings if nothing cancels.
-        largest: Largest magnitude of the exact row.
-        terms: Number of pairs of a query and a key in the row's sum.
-        steps: Common relative error of all probabilities in float32 roundoffs.
-    """
-
-    plain: Tensor
-    typical: Tensor
-    largest: Tensor
-    terms: Tensor
-    steps: Tensor
+    plain: Tensor  # Error of the low-precision reference.
+    typical: Tensor  # Error of its roundings if nothing cancels.
+    largest: Tensor  # Largest magnitude of the exact row.
+    terms: Tensor  # Number of pairs of a query and a key in the row's sum.
+    steps: Tensor  # Common relative error of all probabilities in float32 roundoffs.
 
 
 def allowed_error(
@@ -191,13 +159,9 @@ def beyond_order(first: Tensor, later: Tensor, allowed: Tensor, stored: torch.dt
 
     It must not be above 0. Another order of float32 sums may round an element to the neighbouring number. Its
     error before rounding is a small share of the row's tolerance. Most of the tolerance is for 16-bit
-    rounding errors, which all launches share.
-
-    Args:
-        first: Rows of one launch, [..., rows, columns].
-        later: Rows of another launch.
-        allowed: Tolerance of each row, [..., rows] in float64.
-        stored: The 16-bit dtype of the rows.
+    rounding errors, which all launches share. `first` and `later` are rows of two launches, [..., rows,
+    columns]. `allowed` are the tolerances of rows, [..., rows] in float64. `stored` is the 16-bit dtype of
+    the rows.
     """
     numbers = torch.finfo(stored)
     wide = first.double()

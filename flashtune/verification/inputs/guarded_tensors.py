@@ -45,18 +45,12 @@ class Role(enum.IntEnum):
 
 
 class Guarded(NamedTuple):
-    """A tensor inside a larger, poisoned buffer.
+    """A tensor inside a larger, poisoned buffer."""
 
-    Attributes:
-        buffer: The whole allocation, one-dimensional.
-        view: [batch, heads, seqlen, head_dim], last dimension contiguous.
-        role: Role, which determines the poison.
-        behind: Rows of each head after the view that the kernel also gets, but that no sequence uses.
-    """
-
-    buffer: Tensor
-    view: Tensor
-    role: Role
+    buffer: Tensor  # The whole allocation, one-dimensional.
+    view: Tensor  # [batch, heads, seqlen, head_dim], last dimension contiguous.
+    role: Role  # Role, which determines the poison.
+    # Rows of each head after the view that the kernel also gets, but that no sequence uses.
     behind: int = 0
 
     @property

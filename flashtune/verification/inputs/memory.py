@@ -1,15 +1,15 @@
 """The inputs of a case in poisoned memory: tensors, lengths, block tables and scales of a launch."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from flashtune.core.features.records import TENSORS, ExtraInputs
 from flashtune.core.kernel import Alignment
 from flashtune.core.layouts import STORED_DTYPES, TORCH_DTYPES, Layout
-from flashtune.core.problem import Bias, KvScale
+from flashtune.core.problem import Bias, KvScale, Problem
 from flashtune.verification.inputs.guarded_tensors import (
     Guarded,
     Role,
@@ -29,51 +29,32 @@ from flashtune.verification.inputs.placement import (
     sequence_inputs,
     unused_entries,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
-    from flashtune.core.problem import Problem
-    from flashtune.verification.lengths import Lengths
+from flashtune.verification.lengths import Lengths
 
 # Hostile lengths exceed the true ones by this. A kernel that uses them reads the poison after the tensors.
 OVER = 37
 
 
 class Dense(NamedTuple):
-    """Values of sequences in padded form, and the extra inputs.
+    """Values of sequences in padded form, and the extra inputs."""
 
-    Attributes:
-        q: [batch, heads, seqlen_q, head_dim] in the problem's dtype.
-        k: [batch, kv_heads, seqlen_kv, head_dim] in the cache's dtype.
-        v: [batch, kv_heads, seqlen_kv, value_head_dim] in the cache's dtype.
-        side: Extra inputs. A quantised cache has a scale for each key, [batch, kv_heads, seqlen_kv].
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
+    q: Tensor  # [batch, heads, seqlen_q, head_dim] in the problem's dtype.
+    k: Tensor  # [batch, kv_heads, seqlen_kv, head_dim] in the cache's dtype.
+    v: Tensor  # [batch, kv_heads, seqlen_kv, value_head_dim] in the cache's dtype.
+    # Extra inputs. A quantised cache has a scale for each key, [batch, kv_heads, seqlen_kv].
     side: ExtraInputs
 
 
 class MemoryFrame(NamedTuple):
-    """The memory layout of tensors.
+    """The memory layout of tensors."""
 
-    Attributes:
-        alignment: Their exact alignment class.
-        layout: Order of heads and positions.
-        far: Index of the tensor of q, k, v, out that spans more than 2^31 elements, if any.
-        faulty: Whether unused entries of the block table are page numbers far outside of the cache.
-        behind: Unused rows after the last sequence of varlen queries and outputs.
-    """
-
-    alignment: Alignment
-    layout: Layout
+    alignment: Alignment  # Their exact alignment class.
+    layout: Layout  # Order of heads and positions.
+    # Index of the tensor of q, k, v, out that spans more than 2^31 elements, if any.
     far: int | None = None
+    # Whether unused entries of the block table are page numbers far outside of the cache.
     faulty: bool = False
-    behind: int = 0
+    behind: int = 0  # Unused rows after the last sequence of varlen queries and outputs.
 
 
 class Memory(NamedTuple):

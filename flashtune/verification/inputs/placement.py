@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
+from flashtune.core.features.records import ExtraInputs
+from flashtune.core.problem import Problem
 from flashtune.verification.inputs.guarded_tensors import BITS
 from flashtune.verification.lengths import Lengths
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from flashtune.core.features.records import ExtraInputs
-    from flashtune.core.problem import Problem
 
 # Unused pages, in addition to a quarter of the number of used pages.
 SPARE_PAGES = 3
@@ -30,18 +27,12 @@ ANYTHING = 1e300
 
 
 class Places(NamedTuple):
-    """Positions of tokens, [tokens] each in int64.
+    """Positions of tokens, [tokens] each in int64."""
 
-    Attributes:
-        sequence: The token's sequence.
-        row: Its row in the sequence.
-        block: Its first index in memory: the sequence, 0 in a varlen batch, or the page.
-        slot: Its third index in memory: the row in the sequence, in the varlen batch, or in the page.
-    """
-
-    sequence: Tensor
-    row: Tensor
-    block: Tensor
+    sequence: Tensor  # The token's sequence.
+    row: Tensor  # Its row in the sequence.
+    block: Tensor  # Its first index in memory: the sequence, 0 in a varlen batch, or the page.
+    # Its third index in memory: the row in the sequence, in the varlen batch, or in the page.
     slot: Tensor
 
     def to(self, device: torch.device) -> Places:
@@ -50,15 +41,10 @@ class Places(NamedTuple):
 
 
 class Table(NamedTuple):
-    """A block table: the pages of each sequence.
+    """A block table: the pages of each sequence."""
 
-    Attributes:
-        entries: Int32 [batch, pages of the longest sequence], on the CPU.
-        pages: Number of pages of the cache.
-    """
-
-    entries: Tensor
-    pages: int
+    entries: Tensor  # Int32 [batch, pages of the longest sequence], on the CPU.
+    pages: int  # Number of pages of the cache.
 
 
 def starts(lengths: Sequence[int]) -> Tensor:
@@ -229,12 +215,9 @@ def _rows(tensor: Tensor) -> Tensor:
 def pick(memory: Tensor, problem: Problem, lengths: Lengths, heads: Tensor, rows: Tensor) -> Tensor:
     """Returns some rows of some heads of an output or a log-sum-exp: [heads, rows, ...].
 
-    Args:
-        memory: [batch, heads, rows, ...], or [1, heads, total_q, ...] of a varlen batch.
-        problem: Whether it is varlen.
-        lengths: Lengths of the sequences.
-        heads: The heads, each as `sequence · heads of a sequence + head`.
-        rows: Rows of a sequence. Rows that a shorter sequence does not have are replaced by other rows.
+    `memory` is [batch, heads, rows, ...], or [1, heads, total_q, ...] of a varlen batch. Each head is
+    `sequence · heads of a sequence + head`. Rows that a shorter sequence does not have are replaced by other
+    rows.
     """
     batch, head = heads // problem.heads, heads % problem.heads
     if not problem.packed:
@@ -265,9 +248,8 @@ def missing(problem: Problem, lengths: Lengths, heads: Tensor, rows: Tensor) -> 
 def excused(allowed: Tensor, absent: Tensor | None) -> Tensor:
     """Returns tolerances that accept anything for absent rows, in whose place other rows are compared.
 
-    Args:
-        allowed: Tolerances in float64, on any device.
-        absent: Boolean of the same shape on the CPU, or None if no rows are absent.
+    `allowed` is in float64, on any device. `absent` is a boolean of the same shape on the CPU, or None if no
+    rows are absent.
     """
     return allowed if absent is None else allowed + (ANYTHING * absent.double()).to(allowed.device)
 

@@ -1,16 +1,15 @@
 """A case's tensors and reference, made on the device and, for the levels of a search, cached."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import secrets
 import zlib
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 import torch
+from torch import Tensor
 
 from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.kernel import Alignment
@@ -22,14 +21,10 @@ from flashtune.verification.inputs.guarded_tensors import Guarded, checksum
 from flashtune.verification.inputs.memory import Dense, Memory, MemoryFrame, placed
 from flashtune.verification.inputs.placement import aside, excused, missing
 from flashtune.verification.inputs.side_inputs import make_side, store
+from flashtune.verification.lengths import Lengths
 from flashtune.verification.probes import Values, make_values
 from flashtune.verification.reference.forward import Expected, Sample, expect, sample
 from flashtune.verification.tolerance import inverse
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from flashtune.verification.lengths import Lengths
 
 # Number of consecutive seeds that one check may use, at the strict level.
 STEPS_PER_SEED = 10

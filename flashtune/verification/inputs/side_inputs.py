@@ -3,26 +3,21 @@
 Tensors are made in padded form, [batch, heads, ...]. `memory.py` copies them to the kernel's memory layout.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from flashtune.core.features.records import ExtraInputs
 from flashtune.core.features.table import usual_inputs
 from flashtune.core.layouts import LARGEST_STORED, STORED_DTYPES, TORCH_DTYPES
 from flashtune.core.problem import Bias, BlockLists, Dtype, Feature, KvDtype, KvScale, Problem
 from flashtune.verification.inputs.placement import aside
+from flashtune.verification.lengths import Lengths
 from flashtune.verification.probes import DEPTH, Probe
 from flashtune.verification.reference.scores import FINITE_MASK
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from flashtune.verification.lengths import Lengths
 
 # Softcaps: one that changes normal scores, and wider ones that preserve the scores of other probes.
 TIGHT_CAP, WIDE_CAP, DEEP_CAP = 2.5, 30.0, 50.0
@@ -52,20 +47,13 @@ USUAL_DROPOUT, HIGH_DROPOUT = 0.1, 0.75
 
 
 class Draw(NamedTuple):
-    """A case for which extra inputs are drawn.
+    """A case for which extra inputs are drawn."""
 
-    Attributes:
-        probe: The kind of error that the case exposes.
-        problem: The problem.
-        lengths: Lengths of its sequences.
-        block: Number of keys of the tile that the probe is made for.
-        generator: Its device holds the inputs, except the seed of dropout on the CPU.
-    """
-
-    probe: Probe
-    problem: Problem
-    lengths: Lengths
-    block: int
+    probe: Probe  # The kind of error that the case exposes.
+    problem: Problem  # The problem.
+    lengths: Lengths  # Lengths of its sequences.
+    block: int  # Number of keys of the tile that the probe is made for.
+    # Its device holds the inputs, except the seed of dropout on the CPU.
     generator: torch.Generator
 
 
@@ -235,15 +223,10 @@ MAKERS: Mapping[Feature, Callable[[Draw], dict[str, Any]]] = {
 
 
 class Stored(NamedTuple):
-    """Stored keys or values of a cache, and the scale of each key.
+    """Stored keys or values of a cache, and the scale of each key."""
 
-    Attributes:
-        elements: [batch, kv_heads, seqlen_kv, width] in 8 bits.
-        scales: Float32 [batch, kv_heads, seqlen_kv].
-    """
-
-    elements: Tensor
-    scales: Tensor
+    elements: Tensor  # [batch, kv_heads, seqlen_kv, width] in 8 bits.
+    scales: Tensor  # Float32 [batch, kv_heads, seqlen_kv].
 
 
 def store(values: Tensor, problem: Problem, generator: torch.Generator) -> Stored:

@@ -17,8 +17,6 @@ the reference uses additions, products and copies where possible. It does not di
 only if not all rows are compared.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -68,31 +66,20 @@ RANDOM_ROWS = 96
 
 
 class Sample(NamedTuple):
-    """The compared rows and heads. On the CPU, where arithmetic loads no CUDA kernels.
+    """The compared rows and heads. On the CPU, where arithmetic loads no CUDA kernels."""
 
-    Attributes:
-        heads: [heads], each `batch index · heads of a sequence + head`; int64.
-        rows: [rows], ascending; int64.
-    """
-
-    heads: Tensor
-    rows: Tensor
+    heads: Tensor  # [heads], each `batch index · heads of a sequence + head`; int64.
+    rows: Tensor  # [rows], ascending; int64.
 
 
 class Expected(NamedTuple):
-    """The reference and the tolerances of the sampled rows, in float64.
+    """The reference and the tolerances of the sampled rows, in float64."""
 
-    Attributes:
-        out: [heads, rows, value_head_dim].
-        allowed: Tolerance of `out`, [heads, rows].
-        lse: [heads, rows], natural log. Rows without visible keys have the value of their sink, or -inf.
-        lse_allowed: Tolerance of `lse`, [heads, rows].
-    """
-
-    out: Tensor
-    allowed: Tensor
+    out: Tensor  # [heads, rows, value_head_dim].
+    allowed: Tensor  # Tolerance of `out`, [heads, rows].
+    # [heads, rows], natural log. Rows without visible keys have the value of their sink, or -inf.
     lse: Tensor
-    lse_allowed: Tensor
+    lse_allowed: Tensor  # Tolerance of `lse`, [heads, rows].
 
 
 def sample(problem: Problem, generator: torch.Generator) -> Sample:

@@ -3,25 +3,18 @@
 Dropout uses the same random number generator as the kernels.
 """
 
-from __future__ import annotations
-
 import itertools
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from flashtune.core.features.masks import both, seen_blocks, seen_keys
+from flashtune.core.features.records import ExtraInputs
 from flashtune.core.problem import Bias, BlockLists, Causal, Problem
 from flashtune.request.dropout import kept_weights
 from flashtune.verification.inputs.placement import is_all
 from flashtune.verification.lengths import Lengths
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from flashtune.core.features.records import ExtraInputs
-    from flashtune.core.problem import Problem
-    from flashtune.verification.lengths import Lengths
 
 # At most this many comparisons of rows with keys are done on the CPU, which takes a few milliseconds.
 FEW_COMPARISONS = 2**22
@@ -33,17 +26,11 @@ COMPARISONS_OF_A_STATE = 64
 
 
 class Rows(NamedTuple):
-    """Some rows of some heads.
+    """Some rows of some heads."""
 
-    Attributes:
-        batch: The sequence of each head, [heads] in int64, on the CPU.
-        head: The head within its sequence, of the same form.
-        rows: Query rows, [rows] in int64, on the CPU.
-    """
-
-    batch: Tensor
-    head: Tensor
-    rows: Tensor
+    batch: Tensor  # The sequence of each head, [heads] in int64, on the CPU.
+    head: Tensor  # The head within its sequence, of the same form.
+    rows: Tensor  # Query rows, [rows] in int64, on the CPU.
 
 
 def compared_on(comparisons: int, device: torch.device) -> torch.device:
@@ -52,15 +39,10 @@ def compared_on(comparisons: int, device: torch.device) -> torch.device:
 
 
 class Masks(NamedTuple):
-    """The distinct masks of some heads, of which several usually share one.
+    """The distinct masks of some heads, of which several usually share one."""
 
-    Attributes:
-        rows: A sequence and a head of each mask, [masks] each, and all rows.
-        of_head: Index of each head's mask, [heads] in int64, on the CPU.
-    """
-
-    rows: Rows
-    of_head: Tensor
+    rows: Rows  # A sequence and a head of each mask, [masks] each, and all rows.
+    of_head: Tensor  # Index of each head's mask, [heads] in int64, on the CPU.
 
     @property
     def one_each(self) -> bool:

@@ -1,7 +1,5 @@
 """The run-time arguments that forward kernels share, in the order in which they are passed."""
 
-from __future__ import annotations
-
 from flashtune.core.config import LaunchOptions
 from flashtune.core.kernel import POINTER_ALIGNMENT, Alignment, Argument, Specialization, Step
 from flashtune.core.problem import Dtype, KvDtype

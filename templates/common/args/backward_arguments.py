@@ -1,7 +1,5 @@
 """Run-time arguments of backward kernels. Each kernel lists its tensors, in its own order."""
 
-from __future__ import annotations
-
 from flashtune.core.kernel import POINTER_ALIGNMENT, Alignment, Argument, Specialization
 from flashtune.core.problem import Bias, Dtype, Problem
 from flashtune.templates.common.args.arguments import pointer_type

@@ -1,7 +1,5 @@
 """Shared code of portable backward families: unsupported problems, and values for templates."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec
@@ -19,29 +17,17 @@ MIN_ROWS = 16
 
 
 class BackwardContext(PortableContext, frozen=True):
-    """The values for the templates of both families, in addition to their configs.
+    """The values for the templates of both families, in addition to their configs."""
 
-    Attributes:
-        features: Features of the problem.
-        is_fused: Whether the kernel that loops over queries adds to dq too.
-        has_full_loop: Whether its blocks of queries that no mask cuts have a loop of their own.
-        delta_chunk: Columns of the tiles of `delta`.
-        delta_rows: Their rows.
-        delta_warps: Warps of `delta`.
-        random_workspace: Index of the workspace with the random words of rows, for dropout.
-        writes_dbias: Whether the gradient of an additive bias is written.
-        joins_sinks: Whether `delta` adds sinks to the sums of large scores.
-    """
-
-    features: FeatureContext
-    is_fused: bool
-    has_full_loop: bool
-    delta_chunk: Chunk
-    delta_rows: int
-    delta_warps: int
-    random_workspace: int
-    writes_dbias: bool
-    joins_sinks: bool
+    features: FeatureContext  # Features of the problem.
+    is_fused: bool  # Whether the kernel that loops over queries adds to dq too.
+    has_full_loop: bool  # Whether its blocks of queries that no mask cuts have a loop of their own.
+    delta_chunk: Chunk  # Columns of the tiles of `delta`.
+    delta_rows: int  # Their rows.
+    delta_warps: int  # Warps of `delta`.
+    random_workspace: int  # Index of the workspace with the random words of rows, for dropout.
+    writes_dbias: bool  # Whether the gradient of an additive bias is written.
+    joins_sinks: bool  # Whether `delta` adds sinks to the sums of large scores.
 
     @property
     def clears_slopes(self) -> bool:

@@ -1,7 +1,5 @@
 """A problem's features for templates, and their arguments."""
 
-from __future__ import annotations
-
 import msgspec
 
 from flashtune.core.kernel import Argument, Specialization
@@ -24,19 +22,12 @@ FEATURES = frozenset(
 
 
 class FeatureContext(ProblemContext, frozen=True, kw_only=True):
-    """The compile-time values of a problem's features, for `common/masks.jinja`.
+    """The compile-time values of a problem's features, for `common/masks.jinja`."""
 
-    Attributes:
-        quantized: Whether keys and values are stored in 8 bits.
-        page_scales: Whether each head's part of a page has its own scales, stored in the page.
-        block_n: Keys of a tile; 0 if unknown.
-        names: Names of all features, for the header of a rendered file.
-    """
-
-    quantized: bool
-    page_scales: bool
-    block_n: int
-    names: tuple[Feature, ...]
+    quantized: bool  # Whether keys and values are stored in 8 bits.
+    page_scales: bool  # Whether each head's part of a page has its own scales, stored in the page.
+    block_n: int  # Keys of a tile; 0 if unknown.
+    names: tuple[Feature, ...]  # Names of all features, for the header of a rendered file.
 
     @property
     def has_first_tokens(self) -> bool:

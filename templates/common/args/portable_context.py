@@ -1,7 +1,5 @@
 """Values for the templates of portable families, forward and backward."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from flashtune.core.kernel import Alignment, Specialization

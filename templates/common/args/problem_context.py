@@ -1,7 +1,5 @@
 """A problem's values for templates, which all native families and `common/masks.jinja` share."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from flashtune.core.problem import Bias, BlockLists, Causal, Dtype, Problem
@@ -14,46 +12,27 @@ UNBOUNDED = -1
 
 
 class ProblemContext(Context, frozen=True, kw_only=True):
-    """The compile-time values of a problem.
-
-    Attributes:
-        causal: How queries are aligned with keys, if causal.
-        window_left: Visible keys before a query's position, or -1.
-        window_right: Visible keys after a query's position, or -1.
-        first_tokens: Keys at the start that are visible despite window and chunk.
-        chunk: Keys of a chunk, or 0.
-        prefix: Whether each sequence has a prefix that all its queries see.
-        block_mask: Queries and keys of a block of the block mask, or 0.
-        block_groups: Whether the query heads of one KV head share the lists of the block mask.
-        softcap: Whether scores have a softcap.
-        alibi: Whether ALiBi is subtracted from the scores.
-        bias: Kind of bias or mask tensor.
-        sinks: Whether each head has a learned sink.
-        packed: Whether the batch is varlen.
-        lengths: Whether `seqlens_kv` has each sequence's number of keys.
-        page_size: Keys of a page, or 0.
-        dropout: Whether there is dropout.
-    """
+    """The compile-time values of a problem."""
 
     dtype: Dtype
     head_dim: int
     value_head_dim: int
-    causal: Causal
-    window_left: int
-    window_right: int
-    first_tokens: int
-    chunk: int
-    prefix: bool
-    block_mask: int
-    block_groups: bool
-    softcap: bool
-    alibi: bool
-    bias: Bias
-    sinks: bool
-    packed: bool
-    lengths: bool
-    page_size: int
-    dropout: bool
+    causal: Causal  # How queries are aligned with keys, if causal.
+    window_left: int  # Visible keys before a query's position, or -1.
+    window_right: int  # Visible keys after a query's position, or -1.
+    first_tokens: int  # Keys at the start that are visible despite window and chunk.
+    chunk: int  # Keys of a chunk, or 0.
+    prefix: bool  # Whether each sequence has a prefix that all its queries see.
+    block_mask: int  # Queries and keys of a block of the block mask, or 0.
+    block_groups: bool  # Whether the query heads of one KV head share the lists of the block mask.
+    softcap: bool  # Whether scores have a softcap.
+    alibi: bool  # Whether ALiBi is subtracted from the scores.
+    bias: Bias  # Kind of bias or mask tensor.
+    sinks: bool  # Whether each head has a learned sink.
+    packed: bool  # Whether the batch is varlen.
+    lengths: bool  # Whether `seqlens_kv` has each sequence's number of keys.
+    page_size: int  # Keys of a page, or 0.
+    dropout: bool  # Whether there is dropout.
 
     @property
     def is_causal(self) -> bool:

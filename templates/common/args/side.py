@@ -1,7 +1,5 @@
 """Run-time arguments for the extra inputs of a problem."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 
 from flashtune.core.features.records import NUMBERS, TENSORS

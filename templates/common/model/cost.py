@@ -5,8 +5,6 @@ another. The constants below were fitted to times of configs at random shapes on
 others: docs/dispatch.md.
 """
 
-from __future__ import annotations
-
 import msgspec
 
 from flashtune.core.problem import Dtype, Problem
@@ -28,22 +26,15 @@ HIDING = 4
 
 
 class CostParams(msgspec.Struct, frozen=True):
-    """Cost parameters of a kind of kernel.
+    """Cost parameters of a kind of kernel."""
 
-    Attributes:
-        launch: Time before the first and after the last tile, in µs.
-        block: Time of a block of keys without products and exponentials, in µs.
-        tile: Time of a tile without its blocks and its transfers, in µs.
-        hidden: Fraction of the shorter of products and exponentials that overlaps with the longer. Negative
-            if even the longer one is slowed.
-        exposed: Fraction of a tile's transfers that overlaps with nothing.
-    """
-
-    launch: float
-    block: float
-    tile: float
+    launch: float  # Time before the first and after the last tile, in µs.
+    block: float  # Time of a block of keys without products and exponentials, in µs.
+    tile: float  # Time of a tile without its blocks and its transfers, in µs.
+    # Fraction of the shorter of products and exponentials that overlaps with the longer. Negative if even the
+    # longer one is slowed.
     hidden: float
-    exposed: float
+    exposed: float  # Fraction of a tile's transfers that overlaps with nothing.
 
 
 def block_us(

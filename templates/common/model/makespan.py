@@ -1,7 +1,5 @@
 """Makespan of a launch with one tile for each program."""
 
-from __future__ import annotations
-
 import math
 
 from flashtune.core.problem import Problem

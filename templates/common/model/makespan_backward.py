@@ -1,7 +1,5 @@
 """Makespans of backward kernels, from the terms of the forward kernels."""
 
-from __future__ import annotations
-
 import msgspec
 
 from flashtune.core.problem import Causal, Direction, Problem

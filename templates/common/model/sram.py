@@ -55,27 +55,16 @@ class Engine(enum.Enum):
 
 
 class Tiles(msgspec.Struct, frozen=True, kw_only=True):
-    """The tiles, warps and units of one program. Sizes are in bytes.
+    """The tiles, warps and units of one program. Sizes are in bytes."""
 
-    Attributes:
-        block_m: Rows of a tile of queries.
-        block_n: Rows of a tile of keys and values.
-        qk_chunks: Widths of the head dim's tiles, powers of two.
-        v_chunks: Widths of the value head dim's tiles.
-        itemsize: Bytes of one element.
-        warps: Warps of the block.
-        warp_size: Threads of a warp.
-        engine: Units for matrix products.
-    """
-
-    block_m: int
-    block_n: int
-    qk_chunks: tuple[Chunk, ...]
-    v_chunks: tuple[Chunk, ...]
-    itemsize: int
-    warps: int
-    warp_size: int
-    engine: Engine
+    block_m: int  # Rows of a tile of queries.
+    block_n: int  # Rows of a tile of keys and values.
+    qk_chunks: tuple[Chunk, ...]  # Widths of the head dim's tiles, powers of two.
+    v_chunks: tuple[Chunk, ...]  # Widths of the value head dim's tiles.
+    itemsize: int  # Bytes of one element.
+    warps: int  # Warps of the block.
+    warp_size: int  # Threads of a warp.
+    engine: Engine  # Units for matrix products.
 
     @property
     def threads(self) -> int:

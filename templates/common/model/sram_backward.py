@@ -3,8 +3,6 @@
 Each value is a lower bound, as in `sram.py`.
 """
 
-from __future__ import annotations
-
 import math
 
 import msgspec
@@ -25,25 +23,15 @@ from flashtune.templates.family import BytesItem
 
 
 class Walk(msgspec.Struct, frozen=True, kw_only=True):
-    """A backward program's tiles: keys and values, queries and dout. One side is fixed.
+    """A backward program's tiles: keys and values, queries and dout. One side is fixed."""
 
-    Attributes:
-        held: Rows of the fixed side.
-        walked: Rows of a block of the other side, in the loop.
-        qk_chunks: The head dim as tiles.
-        v_chunks: The value head dim as tiles.
-        warps: Warps of the block.
-        stages: Stages of the software pipeline.
-        ieee: Whether products use float32 arithmetic.
-    """
-
-    held: int
-    walked: int
-    qk_chunks: tuple[Chunk, ...]
-    v_chunks: tuple[Chunk, ...]
-    warps: int
-    stages: int
-    ieee: bool
+    held: int  # Rows of the fixed side.
+    walked: int  # Rows of a block of the other side, in the loop.
+    qk_chunks: tuple[Chunk, ...]  # The head dim as tiles.
+    v_chunks: tuple[Chunk, ...]  # The value head dim as tiles.
+    warps: int  # Warps of the block.
+    stages: int  # Stages of the software pipeline.
+    ieee: bool  # Whether products use float32 arithmetic.
 
     @property
     def columns(self) -> int:

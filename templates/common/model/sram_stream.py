@@ -1,7 +1,5 @@
 """The minimum SRAM of a tile of queries and a stream of K and V, item by item."""
 
-from __future__ import annotations
-
 import msgspec
 
 from flashtune.templates.common.model.sram import (
@@ -22,23 +20,14 @@ MFMA_WIDE_ROWS = 64
 
 
 class Stream(msgspec.Struct, frozen=True, kw_only=True):
-    """The loads of K and V.
+    """The loads of K and V."""
 
-    Attributes:
-        tiles: The tiles, warps and units.
-        stages: Stages of the software pipeline.
-        descriptors: Whether TMA loads them.
-        ahead: Whether the next block's scores are issued before this block's softmax.
-        aligned_bytes: Known alignment of every address, in bytes.
-        halves: Whether float32 operands are split into halves of tf32.
-    """
-
-    tiles: Tiles
-    stages: int
-    descriptors: bool
-    ahead: bool
-    aligned_bytes: int
-    halves: bool
+    tiles: Tiles  # The tiles, warps and units.
+    stages: int  # Stages of the software pipeline.
+    descriptors: bool  # Whether TMA loads them.
+    ahead: bool  # Whether the next block's scores are issued before this block's softmax.
+    aligned_bytes: int  # Known alignment of every address, in bytes.
+    halves: bool  # Whether float32 operands are split into halves of tf32.
 
     def buffered(self, tiles: tuple[int, ...]) -> int:
         """Returns the bytes of one pipeline stage of these tiles, those with asynchronous copies."""

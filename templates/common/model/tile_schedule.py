@@ -29,19 +29,12 @@ ROUNDS_IN_STEP = 2
 
 
 class Tiling(msgspec.Struct, frozen=True):
-    """The tiles of a problem, on which their order depends.
+    """The tiles of a problem, on which their order depends."""
 
-    Attributes:
-        problem: The problem.
-        rows: Queries of a tile.
-        columns: Keys of a block.
-        pack: Heads that share a tile.
-    """
-
-    problem: Problem
-    rows: int
-    columns: int
-    pack: int
+    problem: Problem  # The problem.
+    rows: int  # Queries of a tile.
+    columns: int  # Keys of a block.
+    pack: int  # Heads that share a tile.
 
     @property
     def heads(self) -> int:

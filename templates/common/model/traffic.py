@@ -1,7 +1,5 @@
 """HBM traffic of a loop order: repeated reads of tiles, and cache hits."""
 
-from __future__ import annotations
-
 import math
 
 import msgspec
@@ -127,17 +125,11 @@ def floor_sum(count: int, divisor: int, step: int, start: int) -> int:
 
 
 class AtOnce(msgspec.Struct, frozen=True):
-    """Concurrent programs, and the heads whose rows they read repeatedly.
+    """Concurrent programs, and the heads whose rows they read repeatedly."""
 
-    Attributes:
-        programs: Concurrent programs.
-        heads: Heads between two reads of the same row.
-        neighbours: Neighbouring programs that read the same head at the same time.
-    """
-
-    programs: float
-    heads: float
-    neighbours: float = 1
+    programs: float  # Concurrent programs.
+    heads: float  # Heads between two reads of the same row.
+    neighbours: float = 1  # Neighbouring programs that read the same head at the same time.
 
     @property
     def readers(self) -> float:

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.exhaustive.inner_loop import find_loop, loops

@@ -1,7 +1,5 @@
 """Tests of regret at held-out shapes, with constructed timings."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

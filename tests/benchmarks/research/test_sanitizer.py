@@ -1,7 +1,5 @@
 """Tests of sanitizer runs with a fake sanitizer: subjects, processes, findings and the report."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import sys

@@ -1,7 +1,5 @@
 """Tests of building a tabular benchmark with fake processes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path

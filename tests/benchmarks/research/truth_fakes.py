@@ -1,7 +1,5 @@
 """Tabular benchmarks with constructed times, for tests of searches."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

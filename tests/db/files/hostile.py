@@ -1,7 +1,5 @@
 """Creates and uses databases that are damaged or hostile."""
 
-from __future__ import annotations
-
 import sqlite3
 import time
 from contextlib import closing

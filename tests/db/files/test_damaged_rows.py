@@ -1,7 +1,5 @@
 """Tests of damaged rows: each is skipped, and the others are read. A value that is too large is an error."""
 
-from __future__ import annotations
-
 import sqlite3
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Tests of the limits on the time that a damaged database can take."""
 
-from __future__ import annotations
-
 import os
 import sqlite3
 import time

@@ -1,7 +1,5 @@
 """Tests of the schema: how databases get it, and that others are refused."""
 
-from __future__ import annotations
-
 import sqlite3
 from collections.abc import Callable
 from contextlib import closing

@@ -1,7 +1,5 @@
 """Calls of attention with gradients on a GPU, and their references."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 `FLASHTUNE_SAMPLES` says how many random problems (120), `FLASHTUNE_SEED` which ones (1).
 """
 
-from __future__ import annotations
-
 import os
 import time
 from typing import Any

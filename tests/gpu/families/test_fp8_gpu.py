@@ -1,7 +1,5 @@
 """Tests of quantised inputs on a Hopper GPU: tolerances, and attention with scales."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple, TypedDict
 

@@ -1,7 +1,5 @@
 """Tests of gradients on a GPU against float64, and of their determinism."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 
@@ -9,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from flashtune import testing
 from flashtune.request.call import CausalOption
 from tests.gpu.calls import tensors
 from tests.gpu.families.gradient_calls import (
@@ -124,10 +123,19 @@ def test_deterministic_gradients_of_many_programs_are_bitwise_equal(
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("lengths", [(256, 256), (130, 301)])
-def test_dropout_against_float64(lengths: tuple[int, int], head_dim: int) -> None:
-    q, k, v = leaves(*lengths, head_dim=head_dim)
-    dout = torch.randn_like(q)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_dropout_against_float64(
+    lengths: tuple[int, int], head_dim: int, causal: bool, deterministic: bool
+) -> None:
+    inputs = leaves(*lengths, head_dim=head_dim)
     torch.manual_seed(11)
-    results = gradients(q, k, v, dout, dropout_p=DROPOUT)
+    out = attend(*inputs, causal=causal, dropout_p=DROPOUT, deterministic=deterministic)
+    dout = torch.randn_like(out)
+    results = torch.autograd.grad(out, inputs, dout)
     torch.manual_seed(11)
-    close(results, (q, k, v), dout, causal=True, dropout_p=DROPOUT)
+    drawn = testing.attention_inputs(*inputs, causal=causal, dropout_p=DROPOUT).backward(dout)
+    expected = testing.reference(drawn)
+    for result, exact in zip((out, *results), (expected.out, *expected[2:5]), strict=True):
+        assert exact is not None
+        testing.close(result, exact)

@@ -4,8 +4,6 @@
 them and their inputs. `python -m tests.mutants` does the same and saves what it finds.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterator

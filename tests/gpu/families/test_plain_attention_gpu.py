@@ -1,7 +1,5 @@
 """Tests of both passes on a GPU against plain attention, a reference apart from the verification's."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

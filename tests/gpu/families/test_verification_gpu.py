@@ -1,7 +1,5 @@
 """Tests of both loop orders on a GPU: their verification, and races."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

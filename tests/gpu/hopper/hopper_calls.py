@@ -1,7 +1,5 @@
 """Causal calls that Hopper kernels serve, and their references."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention

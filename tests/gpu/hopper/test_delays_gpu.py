@@ -1,7 +1,5 @@
 """Tests on a GPU that random delays detect missing waits."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

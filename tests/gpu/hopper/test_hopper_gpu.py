@@ -4,8 +4,6 @@
 launches of a kernel as `FLASHTUNE_REPEATS` says (1,000) must agree bit for bit.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import random

@@ -1,7 +1,5 @@
 """Tests of diffusers' models on a GPU, through torch's operators and through flash_attn."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests of flash_attn on a GPU: 8-bit inputs, CUDA graphs, and no synchronization with the host."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tests of a kernel package of shipped selections on a GPU, against float64."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path

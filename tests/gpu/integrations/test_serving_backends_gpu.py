@@ -1,7 +1,5 @@
 """Tests of the backends of vLLM and SGLang on a GPU against float64, also in graphs with other lengths."""
 
-from __future__ import annotations
-
 import importlib
 from types import SimpleNamespace
 from typing import Any

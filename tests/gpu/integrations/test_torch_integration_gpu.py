@@ -1,7 +1,5 @@
 """Tests of torch's attention served by flashtune on a GPU, against float64 and torch's own operators."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import statistics
@@ -177,23 +175,6 @@ def test_both_passes(served: Served, backend: str, causal: bool, kv_heads: int, 
             expected.stride(),
             expected.dtype,
         )
-
-
-def test_default_priority_reaches_flashtune(served: Served) -> None:
-    inputs = tensors(requires_grad=True)
-    dout = torch.randn_like(inputs[0])
-
-    def call() -> Tensor:
-        return sdpa(*inputs, is_causal=True, enable_gqa=True)
-
-    prepared(lambda: both_passes(call, inputs, dout))
-    served.clear()
-    results = both_passes(call, inputs, dout)
-    assert served.passes == {"forward": 1, "backward": 1}
-    for result, expected in zip(
-        results, both_passes(lambda: reference(inputs, causal=True), inputs, dout), strict=True
-    ):
-        close(result, expected)
 
 
 def test_a_measured_gain_is_served(table: Served) -> None:
@@ -487,19 +468,6 @@ def test_host_time_of_a_call_that_is_passed_on(table: Served, monkeypatch: pytes
     assert least["flashtune"] - least["empty"] < 4
 
 
-@pytest.mark.parametrize("name", ["cudnn", "efficient"])
-@pytest.mark.parametrize("needs_grad", [False, True])
-def test_opcheck(served: Served, name: str, needs_grad: bool) -> None:
-    if name == "cudnn" and not needs_grad:
-        pytest.skip("torch's meta kernel returns a log-sum-exp that its operator does not")
-    op = getattr(aten, f"_scaled_dot_product_{name}_attention").default
-    args = (*tensors(304, 304, kv_heads=8), None, needs_grad, 0.0, True)
-    prepared(lambda: op(*args))
-    served.clear()
-    torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
-    assert served.passes["forward"] > 0
-
-
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_calls(served: Served, dynamic: bool) -> None:
     inputs = tensors(requires_grad=True)
@@ -590,23 +558,6 @@ def test_preparations_and_captures_at_once(served: Served) -> None:
     sys.stdout.write(f"\n{graphs} graphs captured beside preparations\n")
 
 
-def test_a_thousand_activations(served: Served) -> None:
-    inputs = tensors()
-    with torch.no_grad():
-        want = prepared(lambda: sdpa(*inputs, enable_gqa=True))
-        integration.deactivate()
-        theirs = sdpa(*inputs, enable_gqa=True)
-        torch.cuda.synchronize()
-        memory = torch.cuda.memory_allocated()
-        for number in range(1000):
-            with integration.activate():
-                if number % 100 == 0:
-                    assert torch.equal(sdpa(*inputs, enable_gqa=True), want)
-        gc.collect()
-        assert torch.cuda.memory_allocated() <= memory + 2**20
-        assert torch.equal(sdpa(*inputs, enable_gqa=True), theirs)
-
-
 def outcome(call: Callable[[], Any]) -> Any:
     try:
         return call()
@@ -646,23 +597,6 @@ def test_transforms_do_what_they_do_with_torch(served: Served, kind: str) -> Non
         close(result, want)
     else:
         assert result == want
-
-
-@pytest.mark.parametrize("warn_only", [False, True])
-def test_deterministic_mode(served: Served, warn_only: bool) -> None:
-    inputs = tensors(requires_grad=True)
-    dout = torch.randn_like(inputs[0])
-    torch.use_deterministic_algorithms(True, warn_only=warn_only)
-    try:
-
-        def call() -> tuple[Tensor, ...]:
-            return both_passes(lambda: sdpa(*inputs, is_causal=True, enable_gqa=True), inputs, dout)
-
-        want = prepared(call)
-        for _ in range(5):
-            assert all(torch.equal(result, expected) for result, expected in zip(call(), want, strict=True))
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def test_autocast_and_checkpoints(served: Served) -> None:

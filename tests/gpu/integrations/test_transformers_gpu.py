@@ -1,7 +1,5 @@
 """Tests of transformers' models served by flashtune on a GPU, against float64 and transformers' attention."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

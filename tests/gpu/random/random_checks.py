@@ -4,8 +4,6 @@ As before it serves, a kernel passes its self-check first; what that refuses is 
 more. The GPU is used by a process of its own, which another replaces where a kernel breaks its context.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import time
 from collections import Counter, defaultdict

@@ -6,8 +6,6 @@ draws so many problems, compiles their kernels on all cores, holds each against 
 says what was wrong. One kernel computes many problems, since lengths, heads and batch are not in it.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import random
@@ -91,12 +89,15 @@ def subjects(seed: int, target: Target) -> Iterator[Subject]:
             yield subject
 
 
-def trials(count: int, seed: int, target: Target) -> Iterator[Trial]:
-    """So many random problems, given to all subjects in a random order; the same ones for the same seed."""
+def trials(count: int, seed: int, target: Target, most: int | None = None) -> Iterator[Trial]:
+    """So many random problems, given to all subjects in a random order; the same ones for the same seed.
+
+    `most` is the largest number of kernels, if not all shall be compiled.
+    """
     kernels = list(subjects(seed, target))
     chance = random.Random(f"{seed} cases")
     chance.shuffle(kernels)
-    for subject in itertools.islice(itertools.cycle(kernels), count):
+    for subject in itertools.islice(itertools.cycle(kernels[:most]), count):
         yield Trial(subject, case_of(subject, chance, target))
 
 
@@ -203,24 +204,28 @@ DRAWN: dict[Feature, Draw] = {
 }
 
 
-def main() -> int:
-    """Draws, compiles and checks problems, and prints the errors."""
+def run(trials: Callable[..., Iterator[Trial]], description: str | None, count: int) -> int:
+    """Draws, compiles and checks problems by the options of the command line, and prints the errors.
+
+    Returns 1 if a result is wrong, or if a backward kernel's self-check refuses it.
+    """
     from tests.gpu.random.random_checks import check_all
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("count", type=int, nargs="?", default=2000)
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("count", type=int, nargs="?", default=count)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--kernels", type=int, help="compile at most so many kernels, for a short run")
     parser.add_argument("--save", type=Path, metavar="FILE", help="keep the summary, in JSON")
     arguments = parser.parse_args()
     target = device_target(0)
-    summary = check_all(
-        list(trials(arguments.count, arguments.seed, target)), target, arguments.seed, click.echo
-    )
+    drawn = list(trials(arguments.count, arguments.seed, target, arguments.kernels))
+    summary = check_all(drawn, target, arguments.seed, click.echo)
     click.echo(msgspec.json.format(msgspec.json.encode(summary)).decode())
     if arguments.save:
         save(arguments.save, summary)
-    return 1 if summary.wrong else 0
+    is_backward = any(trial.subject.problem.is_backward for trial in drawn)
+    return 1 if summary.wrong or (is_backward and summary.refused) else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(trials, __doc__, 2000))

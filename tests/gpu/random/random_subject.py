@@ -1,7 +1,5 @@
 """The job of the GPU process: the self-check of one kernel, and then random problems."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import msgspec
@@ -37,14 +35,10 @@ class Wrong(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True):
-    """The errors of a kernel on its problems, and the largest share of an allowed error.
+    """The errors of a kernel on its problems, and the largest share of an allowed error."""
 
-    Attributes:
-        wrong: All that was wrong.
-        worst: The largest share by what was compared: rows, log-sum-exps, or rows of one gradient.
-    """
-
-    wrong: tuple[Wrong, ...]
+    wrong: tuple[Wrong, ...]  # All that was wrong.
+    # The largest share of each kind of comparison: rows, log-sum-exps, or rows of one gradient.
     worst: dict[str, float]
 
 

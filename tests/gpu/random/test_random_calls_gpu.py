@@ -1,7 +1,5 @@
 """Default calls are not slower than SDPA, and as accurate, whatever their shapes, masks and strides."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Forward kernels in the interpreter: small configs, inputs of each feature, and the float64 reference."""
 
-from __future__ import annotations
-
 import functools
 import random
 from collections.abc import Sequence

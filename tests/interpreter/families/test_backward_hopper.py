@@ -1,7 +1,5 @@
 """Tests of prologue and epilogue of the Hopper backward kernel in the interpreter."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import sys

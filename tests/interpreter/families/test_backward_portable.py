@@ -1,7 +1,5 @@
 """Tests of the portable backward families in the interpreter, against float64 autograd."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import random

@@ -1,7 +1,5 @@
 """Tests of `flashtune bench` under the interpreter: its calls compute the problems that are asked for."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 from torch import Tensor

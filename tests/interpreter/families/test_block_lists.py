@@ -1,7 +1,5 @@
 """Tests of the prologues of `forward_hopper` that list blocks, in the interpreter."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

@@ -1,7 +1,5 @@
 """Tests of block masks in the masked and the split backward family in the interpreter, against float64."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

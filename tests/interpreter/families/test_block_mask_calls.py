@@ -1,7 +1,5 @@
 """Tests of calls with block masks in the interpreter: forms of masks, compilers, operators and errors."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

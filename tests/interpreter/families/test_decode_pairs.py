@@ -3,8 +3,6 @@
 The interpreter cannot run instructions of the GPU and products in 16 bits: the tests replace them.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,8 +1,5 @@
 """Tests of dropout in the interpreter: masks and their reproducibility."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,7 +12,6 @@ from flashtune.core.errors import ProblemError
 from flashtune.core.features.records import ExtraInputs
 from flashtune.core.kernel import specialization_of
 from flashtune.core.problem import Causal, Dtype, Problem
-from flashtune.core.session import SESSION
 from flashtune.core.target import find_target
 from flashtune.launch.binding import bind
 from flashtune.launch.tensors import ForwardTensors
@@ -23,20 +19,14 @@ from flashtune.request.dropout import kept_weights
 from flashtune.templates.forward_masked.space import MaskedConfig
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
+from tests.interpreter import autograd_calls
 
 TARGET = find_target("h200")
 FAMILY = find_family("forward_masked")
 BATCH, HEADS, QUERIES, KEYS = 2, 4, 21, 32
 
 Triple = tuple[Tensor, Tensor, Tensor]
-
-
-@pytest.fixture(autouse=True)
-def fresh_runtime() -> Iterator[None]:
-    SESSION.reset()
-    torch._dynamo.reset()
-    yield
-    SESSION.forget()
+fresh_runtime = autograd_calls.fresh_runtime
 
 
 def tensors(dtype: torch.dtype = torch.float32) -> Triple:
@@ -96,19 +86,6 @@ def test_both_passes_agree_with_float64(options: dict[str, Any], deterministic: 
         torch.testing.assert_close(result.double(), right, atol=2e-4, rtol=1e-4)
 
 
-def test_packed_sequences_have_gradients() -> None:
-    starts = torch.tensor([0, 5, 5, 21], dtype=torch.int32)
-    gradients = []
-    for dtype in (torch.float32, torch.float64):
-        torch.manual_seed(1)
-        q, k, v = (torch.randn(21, HEADS, 16).to(dtype).requires_grad_() for _ in range(3))
-        torch.manual_seed(2)
-        out = flashtune.attention_varlen(q, k, v, starts, starts, 16, 16, causal=True, dropout_p=0.4)
-        gradients.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
-    for result, right in zip(*gradients, strict=True):
-        torch.testing.assert_close(result.double(), right, atol=2e-4, rtol=1e-4)
-
-
 def test_dropout_depends_on_the_generator() -> None:
     q, k, v = tensors()
     with torch.no_grad():
@@ -156,19 +133,6 @@ def test_plans_draw_a_seed_for_each_call() -> None:
     first, second = plan(q, k, v), plan(q, k, v)
     assert torch.equal(first, attend(q, k, v))
     assert not torch.equal(first, second)
-
-
-def test_mean_over_seeds_is_the_result_without_dropout() -> None:
-    q, k, v = (tensor.detach()[:1, :2, :9] for tensor in tensors())
-    v = v[:, :1]
-    k = k[:, :1]
-    repeats, dropout = 100, 0.4
-    plain = flashtune.attention(q, k, v)
-    drawn = torch.stack([flashtune.attention(q, k, v, dropout_p=dropout) for _ in range(repeats)])
-    weights = (q @ k.mT / 4).softmax(-1)
-    # Each weight is independent of the others, which determines the variance of the output.
-    spread = (weights.square() @ v.square() * dropout / (1 - dropout) / repeats).sqrt()
-    assert ((drawn.mean(0) - plain) / spread).abs().max() < 4.5
 
 
 def test_dropout_rates_near_0_and_1() -> None:

@@ -1,7 +1,5 @@
 """Tests of both loop orders of the forward pass in the interpreter, against float64."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Tests of features of the masked and the split-KV family in the interpreter, against float64."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from typing import Any

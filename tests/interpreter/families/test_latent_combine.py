@@ -1,7 +1,5 @@
 """Tests of the combine kernel of MLA decoding in the interpreter."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -3,8 +3,6 @@
 The API refuses such lengths on the CPU, so kernels are prepared here without its checks.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

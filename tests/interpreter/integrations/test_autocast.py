@@ -1,7 +1,5 @@
 """Tests of calls under `torch.autocast`, against SDPA and against calls with tensors that were cast."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,35 +1,21 @@
 """Tests of the integration that explanations name, and of recordings through transformers."""
 
-from __future__ import annotations
-
-import importlib
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner
 
-import flashtune
-from flashtune.api.explain import explain_call
 from flashtune.core.session import SESSION
-from flashtune.integrations.flash_attn import (
-    flash_attn_func,
-    flash_attn_varlen_func,
-    flash_attn_with_kvcache,
-)
 from flashtune.recording.callers import called_by, caller_of, note_caller
 from flashtune.recording.recorder import read_counts
-from flashtune.request.call import Call, dense_call
+from flashtune.request.call import dense_call
 from flashtune.request.read_call import read_call
 from flashtune.tuner.cli import main
-from tests.problems import sglang_objects, vllm_objects
-from tests.problems.serving_batches import CASES, DECODING, MIXED, make_batch
-from tests.support import host_stubs
 
 ROOT = Path(__file__).parents[3]
 
@@ -38,19 +24,6 @@ ROOT = Path(__file__).parents[3]
 def unknown_callers() -> None:
     """No call was met before."""
     SESSION.forget()
-
-
-def captured(module: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> list[Call]:
-    """The calls that a module passes to a function, as the last argument, from now on."""
-    calls: list[Call] = []
-    original = getattr(module, name)
-
-    def function(*args: Any) -> Any:
-        calls.append(args[-1])
-        return original(*args)
-
-    monkeypatch.setattr(module, name, function)
-    return calls
 
 
 def test_functions_call_for_their_integration() -> None:
@@ -75,53 +48,6 @@ def test_functions_call_for_their_integration() -> None:
     assert caller_of(problem) == "outer", "other calls have no name"
     note_caller(problem, "torch")
     assert caller_of(problem) == "torch"
-
-
-def test_flash_attn_is_named() -> None:
-    q, k = torch.randn(2, 5, 4, 16), torch.randn(2, 7, 2, 16)
-    own: dict[str, Any] = {"causal": True, "layout": "bshd"}
-    assert not flashtune.explain(q, k, k, **own).caller
-    flash_attn_func(q, k, k, causal=True)
-    explanation = flashtune.explain(q, k, k, **own)
-    assert explanation.caller == "flash_attn"
-    assert "called by flashtune.integrations.flash_attn" in str(explanation)
-    starts = torch.tensor([0, 2, 5], dtype=torch.int32)
-    packed: Any = q[0], k[0], k[0], starts, starts, 3, 3
-    flash_attn_varlen_func(*packed)
-    assert flashtune.explain_varlen(*packed).caller == "flash_attn"
-    cache, table = torch.randn(3, 16, 2, 16), torch.tensor([[1], [2]], dtype=torch.int32)
-    lengths = torch.tensor([4, 9], dtype=torch.int32)
-    flash_attn_with_kvcache(q[:, :1], cache, cache, cache_seqlens=lengths, block_table=table)
-    assert (
-        flashtune.explain_paged(q[:, :1], cache, cache, table, lengths, causal=False).caller == "flash_attn"
-    )
-
-
-def test_vllm_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    host_stubs.install("vllm", monkeypatch)
-    vllm = importlib.import_module("flashtune.integrations.vllm_backend")
-    calls = captured(vllm, "write_call", monkeypatch)
-    batch, case = make_batch(MIXED), CASES["plain"]
-    metadata = vllm_objects.builder(vllm).build(0, vllm_objects.common(batch))
-    cache, output = vllm_objects.packed_cache(batch, torch.float32), torch.empty_like(batch.q)
-    scales = vllm_objects.scales_of(case)
-    impl = vllm_objects.layer_of(vllm, batch, case)
-    impl.forward(scales, batch.q, batch.k, batch.v, cache, metadata, output)
-    assert [explain_call(call).caller for call in calls] == ["vllm", "vllm"]
-
-
-def test_sglang_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    host_stubs.install("sglang", monkeypatch)
-    sglang = importlib.import_module("flashtune.integrations.sglang_backend")
-    calls = captured(sglang, "attend", monkeypatch)
-    batch, case = make_batch((*DECODING[:-1], (1, 1))), CASES["plain"]
-    backend = sglang.backend_class()(
-        sglang_objects.runner_of(batch, sglang_objects.KVPool(batch, torch.float32))
-    )
-    info, layer = sglang_objects.forward_batch(batch), sglang_objects.layer_of(batch, case)
-    backend.init_forward_metadata(info)
-    backend.forward_decode(batch.q.flatten(1), batch.k, batch.v, layer, info, False)
-    assert [explain_call(call).caller for call in calls] == ["sglang"]
 
 
 def recorded(program: str, file: Path) -> None:
@@ -199,40 +125,3 @@ def test_calls_of_servers_and_flash_attn_are_recorded_and_can_be_searched(tmp_pa
     # Two of flash_attn, the decoding and the other sequences of vLLM's batch, and one of SGLang.
     assert [count.calls for count in counts] == [1] * 5
     assert {*searched(file)} == {count.problem.key for count in counts}
-
-
-MODEL = """
-import torch
-import transformers
-
-import flashtune
-from flashtune.api.explain import explain_call
-from flashtune.integrations import transformers as integration
-from tests.support.models.transformers_models import inputs_of, model_of
-
-jobs = []
-original = integration.prepared
-
-def prepared(job):
-    jobs.append(job)
-    return original(job)
-
-integration.prepared = prepared
-integration.DEVICES = {"cpu"}
-integration.register()
-model = model_of(transformers, "gemma3", "tuned_attention")
-with torch.no_grad():
-    for _ in range(3):
-        model(**inputs_of("gemma3", "none"))
-        flashtune.integrations.wait()
-assert {explain_call(job.call).caller for job in jobs} == {"transformers"}
-"""
-
-
-def test_calls_of_transformers_are_recorded_and_can_be_searched(tmp_path: Path) -> None:
-    pytest.importorskip("transformers", minversion="5.17")
-    file = tmp_path / "calls.jsonl"
-    recorded(MODEL, file)
-    # The first call of a process loads the device's records. The interpreter has none.
-    assert {count.problem.window_left: count.calls for count in read_counts(file)} == {None: 3, 5: 3}
-    assert len(searched(file)) == 2

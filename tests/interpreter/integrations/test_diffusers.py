@@ -1,7 +1,5 @@
 """Tests of diffusers' models on the CPU, through torch's operators and through flash_attn."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

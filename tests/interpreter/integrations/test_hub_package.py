@@ -1,7 +1,5 @@
 """Tests of kernel packages in a new process with only torch and triton, against float64."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Tests of the SGLang backend in Triton's interpreter, against float64, over stubs of SGLang's classes."""
 
-from __future__ import annotations
-
 import importlib
 from types import SimpleNamespace
 from typing import Any

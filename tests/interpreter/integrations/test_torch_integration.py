@@ -1,7 +1,5 @@
 """Tests of torch's operators served by flashtune in the interpreter, on the CPU, against float64."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path

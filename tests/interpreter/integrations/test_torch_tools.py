@@ -1,7 +1,5 @@
 """Tests of torch's tools around calls: operation counts, meta tensors and `torch.jit.trace`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tests of torch's tools for training over operators served by flashtune, in the interpreter."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from typing import Any

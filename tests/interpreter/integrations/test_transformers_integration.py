@@ -1,7 +1,5 @@
 """Tests of transformers' models served by flashtune in the interpreter, on the CPU, against float64."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,13 +10,12 @@ from torch.utils.checkpoint import checkpoint
 from flashtune.core.session import SESSION
 from flashtune.integrations import transformers as integration
 from flashtune.integrations import transformers_jobs, transformers_masks
-from flashtune.integrations.transformers_jobs import Job, Layer, job_of, refused_jobs
+from flashtune.integrations.transformers_jobs import Job, job_of, layer_of, refused_jobs
 from flashtune.request.dropout import draw_seed, kept_weights
 from flashtune.runtime import deferred
 from tests.support.models.transformers_models import (
     ARCHITECTURES,
     error,
-    generated,
     inputs_of,
     model_of,
     passes_of,
@@ -91,7 +88,7 @@ def test_refused_causal_mask_is_merged_with_the_bias() -> None:
     bias = torch.randn(1, 2, 12, 12)
 
     def made() -> Job | None:
-        return job_of(Layer((q, k, v), None, bias, True, 1.0, {}))
+        return job_of(layer_of((q, k, v), None, bias, True, 1.0, {}))
 
     apart = made()
     assert apart is not None
@@ -109,30 +106,6 @@ def test_refused_causal_mask_is_merged_with_the_bias() -> None:
     refused_jobs[merged.short] = True
     assert made() is None
     refused_jobs.clear()
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss"])
-def test_generated_tokens(served: list[bool], name: str) -> None:
-    inputs = inputs_of(name, "left")
-    want = generated(model_of(transformers, name, ARCHITECTURES[name].usual), inputs, 4)
-    model = model_of(transformers, name, "tuned_attention")
-    assert torch.equal(generated(model, inputs, 4), want)
-    deferred.wait()
-    served.clear()
-    assert torch.equal(generated(model, inputs, 4), want)
-    assert all(served)
-
-
-@pytest.mark.parametrize("side", ["none", "left"])
-def test_layers_that_are_computed_again(served: list[bool], side: str) -> None:
-    """A layer has the same attention both times, although its kernels are prepared between them."""
-    inputs = inputs_of("llama", side)
-    want = reference(model_of(transformers, "llama", "eager", dtype=DOUBLE), inputs)
-    model = model_of(transformers, "llama", "tuned_attention").train()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    results = passes_of(model, inputs, use_cache=False)
-    assert served == [True] * 4
-    assert all(difference < 1e-4 for difference in error(results, want))
 
 
 def layer(seed: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

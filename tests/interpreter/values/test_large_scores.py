@@ -1,7 +1,5 @@
 """Tests of attention with scores that are as large as a finite mask value, against float64."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

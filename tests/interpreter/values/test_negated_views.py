@@ -1,7 +1,5 @@
 """Tests of tensors whose sign is a flag (`torch.Tensor.is_neg`), and of cache scales of zero."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Kernels of the Hopper backward family for mutants, and the parts of their text."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

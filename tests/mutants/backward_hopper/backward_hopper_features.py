@@ -1,7 +1,5 @@
 """Mutants of Hopper backward kernels with windows, softcap, sinks and packed sequences."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from flashtune.core.problem import Causal

@@ -1,7 +1,5 @@
 """Mutants of Hopper backward kernels with wrong statistics, products or dropout."""
 
-from __future__ import annotations
-
 from tests.mutants.backward_hopper.backward_hopper import (
     CAUSAL,
     CONSUMER,

@@ -1,7 +1,5 @@
 """Mutants of Hopper backward kernels with wrong or missing pairs of a query and a key."""
 
-from __future__ import annotations
-
 from tests.mutants.backward_hopper.backward_hopper import (
     CAUSAL,
     FULL,

@@ -1,7 +1,5 @@
 """Mutants of Hopper backward kernels with wrong addresses."""
 
-from __future__ import annotations
-
 from tests.mutants.backward_hopper.backward_hopper import (
     ADD_DQ,
     CAUSAL,

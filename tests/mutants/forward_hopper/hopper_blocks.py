@@ -1,7 +1,5 @@
 """Mutants of Hopper kernels with a block mask, and of the prologue that lists its blocks."""
 
-from __future__ import annotations
-
 from flashtune.core.problem import Causal
 from tests.mutants.core import Mutant, Part, mutants_of
 from tests.mutants.forward_hopper.hopper import PRODUCER, a_small_problem, subject

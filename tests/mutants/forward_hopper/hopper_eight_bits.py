@@ -1,7 +1,5 @@
 """Mutants of Hopper kernels of 8-bit inputs: scales, transposed values, weights of 8 bits."""
 
-from __future__ import annotations
-
 from flashtune.core.problem import Causal, Dtype
 from tests.mutants.core import Mutant, mutants_of
 from tests.mutants.forward_hopper.hopper import FIRST_BLOCK, LATER_BLOCKS, a_small_problem, subject

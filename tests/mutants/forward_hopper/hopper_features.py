@@ -1,7 +1,5 @@
 """Mutants of Hopper kernels with score features, chunks, prefixes and lengths in a tensor."""
 
-from __future__ import annotations
-
 from flashtune.core.problem import Causal
 from tests.mutants.core import Mutant, mutants_of
 from tests.mutants.forward_hopper.hopper import FIRST_BLOCK, LATER_BLOCKS, a_small_problem, subject

@@ -1,7 +1,5 @@
 """Mutants of Hopper kernels with wrong masks."""
 
-from __future__ import annotations
-
 from tests.mutants.core import Mutant, Patch, mutants_of
 from tests.mutants.forward_hopper.hopper import CAUSAL, EAGER, FULL, LATER_BLOCKS
 

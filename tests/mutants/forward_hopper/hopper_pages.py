@@ -1,7 +1,5 @@
 """Mutants of Hopper kernels with keys in pages."""
 
-from __future__ import annotations
-
 from flashtune.core.problem import Causal, KvDtype, KvScale
 from tests.mutants.core import Mutant, Part, Patch, mutants_of
 from tests.mutants.forward_hopper.hopper import a_small_problem, subject

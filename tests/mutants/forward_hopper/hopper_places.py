@@ -1,7 +1,5 @@
 """Mutants of Hopper kernels with wrong addresses or tiles."""
 
-from __future__ import annotations
-
 from flashtune.core.problem import Causal
 from tests.mutants.core import Mutant, mutants_of
 from tests.mutants.forward_hopper.hopper import CAUSAL, CAUSAL_LSE, FULL, a_small_problem, subject

@@ -1,7 +1,5 @@
 """Mutants of Hopper kernels with wrong counts of slots, phases, turns or blocks."""
 
-from __future__ import annotations
-
 from tests.mutants.core import Mutant, mutants_of
 from tests.mutants.forward_hopper.hopper import CAUSAL, CONSUMER, FULL, LATER_BLOCKS, PRODUCER
 

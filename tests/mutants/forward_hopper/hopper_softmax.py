@@ -1,7 +1,5 @@
 """Mutants of Hopper kernels whose maxima, sums, scales or log-sum-exp are wrong."""
 
-from __future__ import annotations
-
 from flashtune.core.problem import Causal, Dtype
 from tests.mutants.core import Mutant, Patch, mutants_of
 from tests.mutants.forward_hopper.hopper import CAUSAL_LSE, EAGER, FULL, a_small_problem, subject

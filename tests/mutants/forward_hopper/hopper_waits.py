@@ -1,7 +1,5 @@
 """Mutants of Hopper kernels with wrong waits or releases."""
 
-from __future__ import annotations
-
 from tests.mutants.core import Mutant, Part, Patch, mutants_of
 from tests.mutants.forward_hopper.hopper import (
     CONSUMER,

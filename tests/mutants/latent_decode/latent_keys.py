@@ -1,7 +1,5 @@
 """Mutants of MLA Hopper kernels with wrong masks or probabilities."""
 
-from __future__ import annotations
-
 from tests.mutants.core import Mutant, mutants_of
 from tests.mutants.latent_decode.latent import FULL, HALF_PRECISION, PARTS, SECOND_GROUP, WHOLE
 

@@ -1,7 +1,5 @@
 """Mutants of MLA Hopper kernels with wrong addresses or combination of splits."""
 
-from __future__ import annotations
-
 from tests.mutants.core import Mutant, Patch, mutants_of
 from tests.mutants.latent_decode.latent import (
     FULL,

@@ -1,7 +1,5 @@
 """Mutants of the split backward family: wrong results of a pair, and wrong addresses."""
 
-from __future__ import annotations
-
 from flashtune.core.problem import Bias
 from tests.mutants.core import Mutant, Part, mutants_of
 from tests.mutants.portable.backward_size import (

@@ -1,7 +1,5 @@
 """Mutants of the split backward family: wrong pairs of a query and a key."""
 
-from __future__ import annotations
-
 from flashtune.core.problem import Causal
 from tests.mutants.core import Mutant, mutants_of
 from tests.mutants.portable.backward_size import (

@@ -1,7 +1,5 @@
 """Mutants of lists of a block mask, in the masked and the split backward family."""
 
-from __future__ import annotations
-
 import msgspec
 
 from flashtune.core.problem import BlockLists, Causal

@@ -1,7 +1,5 @@
 """Mutants of the decoding family: packed tokens, pages, latent keys and caches of 8 bits."""
 
-from __future__ import annotations
-
 from flashtune.core.problem import Dtype, KvDtype, KvScale
 from tests.mutants.core import Mutant, mutants_of
 from tests.mutants.portable.head_factors import HEAD_SCALED, head_factors

@@ -1,7 +1,5 @@
 """Mutants of the decoding family: masks, scores, and conversion of 8-bit values."""
 
-from __future__ import annotations
-
 from flashtune.core.problem import Bias, Causal, Dtype, KvDtype, KvScale
 from tests.mutants.core import Mutant, Patch, mutants_of
 from tests.mutants.serving_size import FIRST_TOKENS, SMALL_PAGE, Size

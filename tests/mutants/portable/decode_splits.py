@@ -1,7 +1,5 @@
 """Mutants of the decoding family: splits, their combination, and the rows of a tile."""
 
-from __future__ import annotations
-
 from flashtune.core.problem import Causal
 from tests.mutants.core import Mutant, Patch, mutants_of
 from tests.mutants.serving_size import Size

@@ -1,7 +1,5 @@
 """Mutants of dropout, in the forward pass and in both kernels of the split backward one."""
 
-from __future__ import annotations
-
 import msgspec
 
 from flashtune.core.problem import Causal, Direction

@@ -1,7 +1,5 @@
 """Mutants of the fused backward family: additions to dq, and pairs."""
 
-from __future__ import annotations
-
 import msgspec
 
 from flashtune.core.kernel import Specialization

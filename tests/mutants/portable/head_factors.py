@@ -1,7 +1,5 @@
 """Mutants of scales of heads, for both portable serving families."""
 
-from __future__ import annotations
-
 from flashtune.core.problem import KvDtype, KvScale
 from tests.mutants.core import Mutant, Subject, mutants_of
 

@@ -1,7 +1,5 @@
 """Mutants of the masked family: visible keys, and blocks of a tile."""
 
-from __future__ import annotations
-
 from flashtune.core.problem import Causal
 from tests.mutants.core import Mutant, mutants_of
 from tests.mutants.serving_size import FIRST_TOKENS, Size

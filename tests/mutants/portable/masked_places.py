@@ -1,7 +1,5 @@
 """Mutants of the masked family: packed sequences, lengths, pages, scales of caches, heads and rows."""
 
-from __future__ import annotations
-
 from flashtune.core.problem import Causal, KvDtype, KvScale
 from tests.mutants.core import Mutant, Part, mutants_of
 from tests.mutants.portable.head_factors import HEAD_SCALED, head_factors

@@ -1,7 +1,5 @@
 """Mutants of the masked family: scores and probabilities."""
 
-from __future__ import annotations
-
 from flashtune.core.problem import Bias, Causal, Dtype
 from tests.mutants.core import Mutant, Part, mutants_of
 from tests.mutants.serving_size import Size

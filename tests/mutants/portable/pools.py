@@ -1,7 +1,5 @@
 """Processes for compilation or the GPU: a process that hangs or dies is replaced."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Iterable, Iterator
@@ -30,19 +28,12 @@ WORKERS = 4
 
 
 class Plan(NamedTuple):
-    """How kernels are run.
+    """How kernels are run."""
 
-    Attributes:
-        target: The GPU.
-        seed: Of the inputs.
-        deadline: When to stop, by `time.monotonic`.
-        workers: Processes that share the GPU.
-    """
-
-    target: Target
-    seed: int
-    deadline: float
-    workers: int = WORKERS
+    target: Target  # The GPU.
+    seed: int  # Of the inputs.
+    deadline: float  # When to stop, by `time.monotonic`.
+    workers: int = WORKERS  # Processes that share the GPU.
 
     @property
     def over(self) -> bool:

@@ -1,7 +1,5 @@
 """Mutants of the portable families, for the interpreter and the GPU."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import msgspec

@@ -1,7 +1,5 @@
 """Mutants of one of the loop orders."""
 
-from __future__ import annotations
-
 from flashtune.core.problem import Causal
 from tests.mutants.core import Mutant, Part, mutants_of
 from tests.mutants.portable.portable import (

@@ -1,7 +1,5 @@
 """Tests of SDPA with flashtune's semantics of masks, empty rows, groups and scales."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tests of record lookup: order, verification status, and selection of a baseline."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import msgspec

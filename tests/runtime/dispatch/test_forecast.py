@@ -1,7 +1,5 @@
 """Tests of dispatch at untuned shapes: the config with the least estimated time."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import time

@@ -1,7 +1,5 @@
 """Tests of the margins of untimed configs, and of ties between winners."""
 
-from __future__ import annotations
-
 import itertools
 
 import msgspec

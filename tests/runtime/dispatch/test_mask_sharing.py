@@ -1,7 +1,5 @@
 """Tests of masks shared by heads, sequences or rows: classification and backend selection."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tests of SDPA for calls with a bias or a mask, with flashtune's semantics."""
 
-from __future__ import annotations
-
 import itertools
 import runpy
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Tests of dispatch with a native family that cannot address every tensor."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Tests of estimated SDPA times at untuned shapes."""
 
-from __future__ import annotations
-
 import math
 import statistics
 import warnings

@@ -1,7 +1,5 @@
 """Decisions for calls on an H200 whose shapes, masks or strides are not in its table."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

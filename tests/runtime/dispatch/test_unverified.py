@@ -1,7 +1,5 @@
 """Tests of verification status: unverified kernels are checked before they serve."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 

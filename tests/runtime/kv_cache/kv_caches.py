@@ -1,7 +1,5 @@
 """Caches of keys and values on the CPU, rows for them, and what attention would read of them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Tests that the append kernel compiles for GPUs of other machines."""
 
-from __future__ import annotations
-
 import pytest
 import triton
 from triton.backends.compiler import GPUTarget

@@ -1,7 +1,5 @@
 """Tests of `PagedKVCache` on the CPU: positions of rows, tables, slots and refusals."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests of 8-bit `PagedKVCache`: given scales and scales per page."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests of `PagedKVCache` under random sequences of calls."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -21,6 +19,7 @@ from torch import Tensor
 from flashtune.core.errors import CacheFullError
 from tests.runtime.kv_cache.kv_caches import E4M3, HEADS, LAYERS, VALUE_WIDTH, WIDTH, make, read, rows
 
+PAGES, PAGE = 12, 16
 CASES: list[dict[str, Any]] = [
     {"dtype": torch.float32, "layout": "hnd"},
     {"dtype": torch.bfloat16},
@@ -38,7 +37,7 @@ class AgainstRows(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         case = self.case
-        self.cache = make(**case)
+        self.cache = make(PAGES, PAGE, **case)
         self.given = torch.float32 if self.cache.kv_scale else case["dtype"]
         self.expected: dict[int, list[tuple[Tensor, Tensor]]] = {}
         self.seed = 0
@@ -112,6 +111,22 @@ class AgainstRows(RuleBasedStateMachine):
                     assert found.shape == right.shape
                     assert bool(((found - right).abs() <= self.allowed(name, sequence, layer, right)).all())
 
+    @precondition(lambda self: hasattr(self, "cache"))
+    @invariant()
+    def pages_and_rows_are_counted(self) -> None:
+        pages: set[int] = set()
+        rows: set[int] = set()
+        for sequence, (first, *_) in self.expected.items():
+            length = len(first[0])
+            assert self.cache.length(sequence) == length
+            own = self.cache.block_table([sequence])[0].tolist()[: -(-length // PAGE)]
+            assert len(set(own)) == len(own)
+            pages.update(own)
+            rows.update(self.cache.slots(sequence, length).tolist())
+        assert self.cache.pages_used == len(pages)
+        assert self.cache.pages_free == PAGES - len(pages)
+        assert self.cache.utilisation == (len(rows) / (PAGE * len(pages)) if pages else 1.0)
+
     def allowed(self, name: str, sequence: int, layer: int, right: Tensor) -> Tensor:
         """How far a stored row may be off: [length, kv_heads, width]."""
         scales = self.cache.k_scales if name == "k" else self.cache.v_scales
@@ -119,7 +134,7 @@ class AgainstRows(RuleBasedStateMachine):
             return torch.zeros_like(right)
         length = right.shape[0]
         pages = self.cache.block_table([sequence])[0].long()
-        scale = scales[layer][pages].repeat_interleave(16, 0)[:length, :, None]
+        scale = scales[layer][pages].repeat_interleave(PAGE, 0)[:length, :, None]
         if self.case["dtype"] is torch.int8:
             return 1.001 * scale
         clamped = (right.abs() - 448 * scale).clamp(min=0)

@@ -1,7 +1,5 @@
 """Tests of the binary cache: compilation, loading and their failures happen once."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

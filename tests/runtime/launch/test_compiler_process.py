@@ -1,7 +1,5 @@
 """Tests of the process that renders and compiles kernels for the worker thread."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading

@@ -1,7 +1,5 @@
 """Tests of binding kernels with tensor descriptors: arguments and references."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from typing import Any

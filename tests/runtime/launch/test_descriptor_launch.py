@@ -1,7 +1,5 @@
 """Tests of launches: arguments and their order, with tensor descriptors and workspaces."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests of tensor descriptors as arguments: created once per address, by Triton's own code."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Tests of compiling Gluon kernels and reading their resources."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 

@@ -1,7 +1,5 @@
 """Tests of the source cache: modified files are not loaded."""
 
-from __future__ import annotations
-
 import inspect
 import linecache
 import os

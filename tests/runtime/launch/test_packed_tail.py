@@ -1,7 +1,5 @@
 """Tests of the kernel that clears rows after the last packed sequence."""
 
-from __future__ import annotations
-
 import pytest
 
 from flashtune.core.target import find_target

@@ -1,7 +1,5 @@
 """Tests of direct launches against Triton's own launcher."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc

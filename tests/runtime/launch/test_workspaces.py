@@ -1,7 +1,5 @@
 """Tests of allocation: outputs, and memory for all workspaces of a launch."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections import defaultdict

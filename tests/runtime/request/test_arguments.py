@@ -1,7 +1,5 @@
 """Tests that each API function refuses arguments of wrong types in one sentence."""
 
-from __future__ import annotations
-
 import itertools
 import warnings
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Tests that a canonical problem computes the same for all lengths."""
 
-from __future__ import annotations
-
 import hypothesis
 import hypothesis.strategies as st
 import msgspec

@@ -4,10 +4,9 @@ Seeds are fixed, so that a test that passes once always does. Bounds are those o
 a test looks at: independent ones would pass with a probability of about 0.99.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -54,28 +53,27 @@ def test_means_and_variances(dropout: float) -> None:
             assert abs(sums.square().mean() - 1) < 4.5 * math.sqrt((2 + excess) / sums.numel())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dropout", SHARES)
-def test_neighbouring_elements_are_uncorrelated(dropout: float) -> None:
-    for seed in SEEDS[:4]:
-        drawn = standardized(seed, dropout)
-        for rows, keys in (*NEAR, *FAR):
-            one, other = lagged(drawn, rows, keys)
-            assert abs(z_score(one * other)) < 4.5, (seed, rows, keys)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dropout", SHARES)
-def test_heads_and_seeds_are_uncorrelated(dropout: float) -> None:
+def pairs(dropout: float) -> Iterator[tuple[object, Tensor, Tensor]]:
+    """Yields pairs of fields that must not correlate: neighbours and lags, heads, and seeds."""
     fields = [standardized(seed, dropout) for seed in SEEDS]
-    for drawn in fields[:3]:
-        for one, other in itertools.combinations(drawn, 2):
-            assert abs(z_score(one * other)) < 4.5
+    for seed, drawn in zip(SEEDS[:4], fields, strict=False):
+        for lag in (*NEAR, *FAR):
+            yield (seed, lag), *lagged(drawn, *lag)
+        for heads in itertools.combinations(range(HEADS), 2):
+            one, other = drawn[heads[0]], drawn[heads[1]]
+            yield (seed, heads), one, other
             # Nor the rows of one and the next row, or the next key, of the other.
-            assert abs(z_score(one[1:] * other[:-1])) < 4.5
-            assert abs(z_score(one[:, 1:] * other[:, :-1])) < 4.5
-    for one, other in itertools.combinations(fields, 2):
-        assert abs(z_score(one * other)) < 4.5
+            yield (seed, heads, "next row"), one[1:], other[:-1]
+            yield (seed, heads, "next key"), one[:, 1:], other[:, :-1]
+    for seeds in itertools.combinations(range(len(SEEDS)), 2):
+        yield seeds, fields[seeds[0]], fields[seeds[1]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dropout", SHARES)
+def test_neighbours_heads_and_seeds_are_uncorrelated(dropout: float) -> None:
+    for place, one, other in pairs(dropout):
+        assert abs(z_score(one * other)) < 4.5, place
 
 
 @pytest.mark.slow

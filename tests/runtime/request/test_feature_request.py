@@ -1,7 +1,5 @@
 """Tests of requests with features, and of their validation."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

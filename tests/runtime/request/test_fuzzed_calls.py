@@ -1,7 +1,5 @@
 """Fuzzed calls on the CPU without the interpreter: served in float64, or refused in one sentence."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Each operand of a call reaches the kernels of both passes, as values of a launch or in the kernel."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -68,19 +66,12 @@ class Operators(TorchDispatchMode):
 
 
 class Case(NamedTuple):
-    """A call that has other values of some operands than the usual call.
+    """A call that has other values of some operands than the usual call."""
 
-    Attributes:
-        values: Values that every launch must have, by operand.
-        options: Keyword arguments of the call.
-        names: Further operands, which change the kernel.
-        call: The form of the call.
-    """
-
-    values: dict[str, Any]
-    options: dict[str, Any]
-    names: tuple[str, ...] = ()
-    call: str = "dense"
+    values: dict[str, Any]  # Values that every launch must have, by operand.
+    options: dict[str, Any]  # Keyword arguments of the call.
+    names: tuple[str, ...] = ()  # Further operands, which change the kernel.
+    call: str = "dense"  # The form of the call.
 
 
 SLOPES, SINKS = torch.rand(HEADS), torch.randn(HEADS)

@@ -1,7 +1,5 @@
 """Tests of torch's precision of float32 products: it is part of the problem and of the cache's key."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import pytest

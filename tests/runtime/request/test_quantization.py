@@ -1,7 +1,5 @@
 """Tests of quantised inputs: scales, refusals, and arguments of executors and launches."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

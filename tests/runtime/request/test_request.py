@@ -1,7 +1,5 @@
 """Tests that invalid input is refused in one sentence with the tensor and the remedy."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests that lengths, offsets, block tables and slots out of bounds are refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

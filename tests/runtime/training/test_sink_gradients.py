@@ -1,7 +1,5 @@
 """Tests of the gradients of sinks, by kernels or by torch."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Tests of the backends of both passes of a call with gradients."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests of gradients and saved tensors with other strides than in the forward pass."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import msgspec

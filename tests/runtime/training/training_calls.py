@@ -1,7 +1,5 @@
 """Calls that autograd goes through, and the gradients that they should have."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

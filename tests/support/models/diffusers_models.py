@@ -5,8 +5,6 @@
 `flashtune.integrations.flash_attn.patch()` must precede the import of diffusers, so each run has a process.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import subprocess

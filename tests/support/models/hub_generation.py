@@ -3,8 +3,6 @@
 Transformers imports the attention functions of one package for the whole process.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import inspect
@@ -30,45 +28,29 @@ LENGTHS = (21, 5, 34)
 
 
 class Settings(NamedTuple):
-    """Settings of a process.
+    """Settings of a process."""
 
-    Attributes:
-        name: Name of the package in transformers.
-        device: Device of the model.
-        dtype: Type of the weights, as torch names it.
-        head_dim: Head dim of the model.
-        page: Keys of a page; 0 generates without continuous batching.
-        graphs: Whether continuous batching captures CUDA graphs.
-        cuda: On the CPU, the version of CUDA that torch appears to be built for, None without CUDA.
-    """
-
-    name: str
-    device: str
-    dtype: str
-    head_dim: int
-    page: int
-    graphs: bool = False
+    name: str  # Name of the package in transformers.
+    device: str  # Device of the model.
+    dtype: str  # Type of the weights, as torch names it.
+    head_dim: int  # Head dim of the model.
+    page: int  # Keys of a page; 0 generates without continuous batching.
+    graphs: bool = False  # Whether continuous batching captures CUDA graphs.
+    # On the CPU, the version of CUDA that torch appears to be built for, None without CUDA.
     cuda: str | None = None
 
 
 class Generation(NamedTuple):
-    """Results of a process.
+    """Results of a process."""
 
-    Attributes:
-        origins: Files of the functions that transformers calls.
-        calls: Names of arguments that transformers passed, for each function that it called.
-        lengths: Generated tokens of each prompt.
-        slack: The most that the best token's logit exceeds a chosen one's, in standard deviations of logits.
-        served: Calls that a kernel computed.
-        by_torch: Calls that torch computed.
-    """
-
-    origins: list[str]
+    origins: list[str]  # Files of the functions that transformers calls.
+    # Names of arguments that transformers passed, for each function that it called.
     calls: dict[str, list[str]]
-    lengths: list[int]
+    lengths: list[int]  # Generated tokens of each prompt.
+    # The most that the best token's logit exceeds a chosen one's, in standard deviations of logits.
     slack: float
-    served: int
-    by_torch: int
+    served: int  # Calls that a kernel computed.
+    by_torch: int  # Calls that torch computed.
 
 
 def generation_of(package: Path, settings: Settings) -> Generation:
@@ -102,17 +84,11 @@ def imported() -> Any:
 
 
 class Recording(NamedTuple):
-    """Calls of a package's functions by transformers.
+    """Calls of a package's functions by transformers."""
 
-    Attributes:
-        origins: Files of the functions.
-        calls: Names of passed arguments by function.
-        served: Whether a kernel computed a call, in order.
-    """
-
-    origins: list[str]
-    calls: dict[str, list[str]]
-    served: list[bool]
+    origins: list[str]  # Files of the functions.
+    calls: dict[str, list[str]]  # Names of passed arguments by function.
+    served: list[bool]  # Whether a kernel computed a call, in order.
 
 
 def record(flash: Any) -> Recording:

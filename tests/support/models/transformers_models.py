@@ -1,7 +1,5 @@
 """Tiny models of twelve architectures with random weights, and their outputs and gradients with padding."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -43,21 +41,13 @@ ENCODER: dict[str, Any] = {
 
 
 class Architecture(NamedTuple):
-    """One architecture.
+    """One architecture."""
 
-    Attributes:
-        model: Name of the class of its models.
-        config: Name of the class of its configs.
-        options: Options of the tiny model's config.
-        usual: Transformers' implementation that computes all of it.
-        kind: "decoder", "encoder", "images", "text to text" or "audio to text".
-    """
-
-    model: str
-    config: str
-    options: dict[str, Any]
-    usual: str = "sdpa"
-    kind: str = "decoder"
+    model: str  # Name of the class of its models.
+    config: str  # Name of the class of its configs.
+    options: dict[str, Any]  # Options of the tiny model's config.
+    usual: str = "sdpa"  # Transformers' implementation that computes all of it.
+    kind: str = "decoder"  # "decoder", "encoder", "images", "text to text" or "audio to text".
 
     @property
     def generates(self) -> bool:

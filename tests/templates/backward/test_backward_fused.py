@@ -1,7 +1,5 @@
 """Tests of the fused backward family compiled for Hopper: registers, SRAM and workspaces."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

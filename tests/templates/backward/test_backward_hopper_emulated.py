@@ -1,7 +1,5 @@
 """Tests of emulated Hopper backward kernels: gradients, and the order of dq sums."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator
@@ -19,6 +17,7 @@ from flashtune.core.kernel import Kernel, Specialization
 from flashtune.core.problem import Causal, Problem
 from flashtune.core.target import find_target
 from flashtune.launch.compilation import load_module
+from flashtune.request.dropout import row_states
 from flashtune.templates.backward_hopper.space import HopperBackwardConfig, width_of
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
@@ -34,6 +33,11 @@ SCALE = 0.2
 BEFORE = 200
 # About the size of the scores.
 CAP = 3.0
+SEED = torch.tensor([0x7123456789ABCDEF])
+# A number that has an exact spelling in float32.
+DROPOUT = 0.3125
+# The emulator computes in float64.
+ALLOWED: dict[str, Any] = {"rtol": 0.0, "atol": 1e-11}
 Lengths: TypeAlias = list[tuple[int, int]]
 
 
@@ -66,7 +70,7 @@ def dq_of(sums: Sums, problem: Problem, config: HopperBackwardConfig, places: tu
     """The sums of all blocks, put in order: [heads, queries, columns]."""
     width, block_m = width_of(problem), config.block_m
     tiles = places[-1]
-    dq = torch.zeros(problem.heads * tiles, block_m, width, dtype=torch.float64)
+    dq = torch.zeros(problem.batch * problem.heads * tiles, block_m, width, dtype=torch.float64)
     half_columns = max(64, width // 2)
     for address, additions in sums.added.items():
         block, rest = divmod(address, block_m * width * 4)
@@ -81,8 +85,8 @@ def dq_of(sums: Sums, problem: Problem, config: HopperBackwardConfig, places: tu
             dq[block, own] = part.T
         else:
             dq[block, :, own] = part
-    rows = dq.reshape(problem.heads, tiles * block_m, width)
-    return rows[:, places[0], : problem.head_dim] * SCALE
+    rows = dq.reshape(problem.batch, problem.heads, tiles * block_m, width)
+    return rows[:, :, places[0], : problem.head_dim] * SCALE
 
 
 def with_spare(tensor: Tensor, spare: int) -> Tensor:
@@ -119,24 +123,61 @@ def extra_inputs(problem: Problem, lengths: Lengths | None) -> ExtraInputs:
         side = side._replace(softcap=CAP)
     if problem.sinks:
         side = side._replace(sinks=torch.linspace(-1.0, 4.0, problem.heads))
+    if problem.dropout:
+        side = side._replace(seed=SEED, dropout=DROPOUT)
     return side
 
 
+def statistics(
+    problem: Problem,
+    config: HopperBackwardConfig,
+    lse: Tensor,
+    delta: Tensor,
+    places: tuple[Tensor, int],
+) -> Tensor:
+    """Returns the rows that the prologue writes, [batch * heads, 2 or 4, queries in whole blocks].
+
+    `lse` and `delta`, the sum of out * dout, are [batch * heads, queries].
+    """
+    stats = torch.zeros(
+        len(lse), 4 if problem.dropout else 2, places[1] * config.block_m, dtype=torch.float64
+    )
+    share = 1 - DROPOUT if problem.dropout else 1.0
+    seen = torch.where(lse.isinf(), math.inf, lse + math.log(share))
+    starts_at_lse = config.init_accumulators and not problem.softcap
+    cap = CAP if problem.softcap else 0.0
+    stats[:, 0] = -math.inf
+    stats[:, 0, places[0]] = -seen / SCALE if starts_at_lse else (cap - seen) * math.log2(math.e)
+    stats[:, 1, places[0]] = -delta * share
+    if problem.dropout:
+        heads, rows = torch.arange(len(lse))[:, None], torch.arange(stats.shape[2])
+        stats[:, 2:] = torch.stack(row_states(SEED, heads, rows), 1).double()
+    return stats
+
+
 def emulated(
-    problem: Problem, at_once: int, lengths: Lengths | None = None, spare: int = 0, **changes: Any
+    problem: Problem,
+    at_once: int,
+    lengths: Lengths | None = None,
+    spare: int = 0,
+    rendered: tuple[Kernel, HopperBackwardConfig] | None = None,
+    **changes: Any,
 ) -> Sums:
     """Emulates a kernel and holds its gradients against those of plain attention.
 
-    Packed sequences have these lengths of queries and keys. `spare` rows of NaN follow them.
+    Packed sequences have these lengths of queries and keys. `spare` rows of NaN follow them. Without
+    `rendered`, the kernel is that of the default config with `changes`.
     """
-    kernel, config = kernel_of(problem, **changes)
+    kernel, config = rendered or kernel_of(problem, **changes)
     chance = torch.Generator().manual_seed(1)
     queries, keys = (problem.heads, problem.seqlen_q), (problem.kv_heads, problem.seqlen_kv)
     if lengths is not None:
         totals = (BEFORE + sum(sizes) for sizes in zip(*lengths, strict=True))
         queries, keys = ((side[0], total) for side, total in zip((queries, keys), totals, strict=True))
     q, k, v = (
-        torch.randn(1, *side, problem.head_dim, generator=chance, dtype=torch.float64).requires_grad_()
+        torch.randn(
+            problem.batch, *side, problem.head_dim, generator=chance, dtype=torch.float64
+        ).requires_grad_()
         for side in (queries, keys, keys)
     )
     side = extra_inputs(problem, lengths)
@@ -144,15 +185,9 @@ def emulated(
     dout = torch.randn(out.shape, generator=chance, dtype=torch.float64)
     dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout)
     places = row_places(problem, config.block_m, lengths, spare)
-    rows = places[1] * config.block_m
-    stats = torch.zeros(problem.heads, 2, rows, dtype=torch.float64)
-    stats[:, 0] = -math.inf
-    seen = torch.where(lse.isinf(), math.inf, lse.detach())[0]
-    starts_at_lse = config.init_accumulators and not problem.softcap
-    cap = CAP if problem.softcap else 0.0
     own = slice(0 if lengths is None else BEFORE, None)
-    stats[:, 0, places[0]] = (-seen / SCALE if starts_at_lse else (cap - seen) * math.log2(math.e))[:, own]
-    stats[:, 1, places[0]] = -(out.detach() * dout).sum(-1)[0, :, own]
+    lse, delta = (rows.detach().flatten(0, 1)[:, own] for rows in (lse, (out * dout).sum(-1)))
+    stats = statistics(problem, config, lse, delta, places)
     read = {"q": q, "k": k, "v": v, "dout": dout, "workspace_0": stats}
     memory = {name: tensor.detach().flatten().numpy() for name, tensor in read.items()}
     if spare:
@@ -164,20 +199,19 @@ def emulated(
         name: np.full(tensor.numel(), np.nan) for name, tensor in zip(("dk", "dv"), planned[6:], strict=True)
     }
     like = tuple(torch.empty(tensor.shape, dtype=torch.bfloat16, device="meta") for tensor in planned)
-    if side.sinks is not None:
-        like += (side.sinks,)
-    of_rows = torch.empty(problem.heads * 2, rows, device="meta")
+    like += tuple(tensor for tensor in (side.sinks, side.seed) if tensor is not None)
+    of_rows = torch.empty(stats.flatten(0, 1).shape, device="meta")
     workspaces = 2 if problem.deterministic else 1
     beside = tuple(
         offsets.numpy() for offsets in (side.cu_seqlens_q, side.cu_seqlens_kv) if offsets is not None
     )
-    numbers = (CAP,) if problem.softcap else ()
+    numbers = (*((CAP,) if problem.softcap else ()), *((DROPOUT,) if problem.dropout else ()))
     sums = emulate_backward(kernel, like, memory, of_rows, SCALE, workspaces, at_once, beside, numbers)
-    torch.testing.assert_close(dq_of(sums, problem, config, places), dq[0, :, own])
+    torch.testing.assert_close(dq_of(sums, problem, config, places), dq[:, :, own], **ALLOWED)
     for name, right, full in (("dk", dk, planned[6]), ("dv", dv, planned[7])):
         written = torch.from_numpy(memory[name]).view(full.shape)
         before, end = own.start, right.shape[2]
-        torch.testing.assert_close(written[:, :, before:end], right[:, :, before:end])
+        torch.testing.assert_close(written[:, :, before:end], right[:, :, before:end], **ALLOWED)
         assert written[:, :, :before].isnan().all()
         assert written[:, :, end:].isnan().all()
     return sums
@@ -211,10 +245,8 @@ def test_either_group_may_take_the_last_turn(
     assert all(sorted(term.program for term in added) == [*range(blocks)] for added in sums.added.values())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("right", "wrong"),
-    [
+BROKEN = {
+    False: [
         ("if (step > 0) & (", "if (step >= 0) & ("),
         ("if (steps & 1) != GROUP:", "if steps < 0:"),
         ("last_address = ds_state, address", "last_address = ds_state, last_address"),
@@ -222,17 +254,27 @@ def test_either_group_may_take_the_last_turn(
         ("ds_empty = make_barriers(DS_STAGES, 1)", "ds_empty = make_barriers(DS_STAGES, 2)"),
         ("(step // 2) & 1)", "step & 1)"),
     ],
+    True: [
+        ("(n_start + keys).to(gl.uint32)", "keys.to(gl.uint32)"),
+        ("[stat + 3, row]", "[stat + 2, row]"),
+        ("gl.abs(p) *", "gl.maximum(p, 0.0) *"),
+        ("p_low = gl.maximum(p, 0.0)", "p_low = gl.abs(p)"),
+        ("DOUT_BYTES = gl.constexpr(", "DOUT_BYTES = gl.constexpr(0 * "),
+    ],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dropout", "right", "wrong"), [(dropout, *row) for dropout, rows in BROKEN.items() for row in rows]
 )
-def test_emulator_detects_broken_alternation_of_dq(
-    right: str, wrong: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    problem = a_problem(128, heads=3, deterministic=True)
-    kernel, _ = kernel_of(problem)
+def test_emulator_detects_broken_alternation_of_dq_and_dropout(dropout: bool, right: str, wrong: str) -> None:
+    problem = a_problem(64, dropout=True) if dropout else a_problem(128, heads=3, deterministic=True)
+    kernel, config = kernel_of(problem)
     assert right in kernel.source
     broken = msgspec.structs.replace(kernel, source=kernel.source.replace(right, wrong))
-    monkeypatch.setattr(f"{__name__}.kernel_of", lambda problem, **_: (broken, FAMILY.default(problem, H200)))
     with pytest.raises((AssertionError, BarrierError)):
-        emulated(problem, 1)
+        emulated(problem, 1, rendered=(broken, config))
 
 
 @pytest.mark.slow

@@ -1,6 +1,4 @@
-"""Tests of emulated Hopper backward kernels with windows, softcap, sinks and packed sequences."""
-
-from __future__ import annotations
+"""Tests of emulated Hopper backward kernels with windows, softcap, sinks, packed sequences, dropout."""
 
 from typing import Any
 
@@ -112,3 +110,31 @@ def test_interleaved_heads_are_all_computed(kv_heads: int) -> None:
     """Sections of eight heads, of which the last one may have fewer."""
     problem = a_problem(128, causal=Causal.BOTTOM_RIGHT, heads=kv_heads, kv_heads=kv_heads)
     emulated(problem, 2, interleaved_heads=8)
+
+
+ORDERS: tuple[dict[str, Any], ...] = (
+    {},
+    {"init_accumulators": False, "early_dv": True, "early_dk": False},
+    {"defer_dq": True, "defer_dp_wait": True, "alternate_dq": False},
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("head_dim", "causal", "dropout"),
+    [
+        (64, Causal.NONE, True),
+        (64, Causal.BOTTOM_RIGHT, True),
+        (128, Causal.NONE, True),
+        (128, Causal.TOP_LEFT, True),
+        (64, Causal.TOP_LEFT, False),
+        (128, Causal.BOTTOM_RIGHT, False),
+    ],
+)
+def test_dropout_and_orders_of_steps(head_dim: int, causal: Causal, dropout: bool) -> None:
+    for order in ORDERS:
+        emulated(a_problem(head_dim, causal=causal, dropout=dropout), 2, **order)
+
+
+def test_batches_have_independent_dropout() -> None:
+    emulated(a_problem(64, dropout=True, batch=2, seqlen_q=70, seqlen_kv=70), 2)

@@ -1,7 +1,5 @@
 """Tests of alternating dq groups in Hopper backward kernels: search space and compiled code."""
 
-from __future__ import annotations
-
 import pytest
 
 from flashtune.launch.compilation import compile_kernel

@@ -1,7 +1,5 @@
 """Tests of 8-bit caches in rendered and compiled kernels of the split-KV family."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

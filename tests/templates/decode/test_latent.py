@@ -1,7 +1,5 @@
 """Tests of the MLA Hopper family without a GPU: plans, unsupported problems, defaults, compilation."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests of emulated MLA Hopper kernels against a reference."""
 
-from __future__ import annotations
-
 import functools
 import math
 import random

@@ -1,7 +1,5 @@
 """Tests of MLA pages smaller than a key block: their copies and layout."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -3,8 +3,6 @@
 python -m tests.templates.hopper.shipped_spills
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from typing import NamedTuple

@@ -3,8 +3,6 @@
 Neither the interpreter nor a lucky run shows a race, so the compiler's own output is read.
 """
 
-from __future__ import annotations
-
 import re
 from typing import NamedTuple
 

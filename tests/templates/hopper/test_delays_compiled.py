@@ -1,7 +1,5 @@
 """Tests of compiled kernels with random delays."""
 
-from __future__ import annotations
-
 import pytest
 
 from flashtune.core.target import find_target

@@ -1,7 +1,5 @@
 """Tests of the Hopper family without a GPU: supported problems and kernel digests."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tests of the key blocks that groups of a Hopper kernel process and skip."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

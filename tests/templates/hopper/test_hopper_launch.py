@@ -1,7 +1,5 @@
 """Tests of launches of Hopper kernels: descriptors, grid and workspaces."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Tests of the tile scheduler of Hopper kernels: every tile is processed once."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

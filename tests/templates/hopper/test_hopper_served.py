@@ -1,7 +1,5 @@
 """Tests, without a GPU, of the problems and configs of the GPU tests of features."""
 
-from __future__ import annotations
-
 import itertools
 
 import msgspec

@@ -5,8 +5,6 @@ another name before the loop, and gets that name's value in the loop, looks unch
 first value in all iterations, without an error. The emulator does not show this.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterable
 

@@ -1,7 +1,5 @@
 """Tests of spilled registers and serialised products of shipped Hopper kernels."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.templates.hopper.shipped_spills import FAMILIES, GPUS, shipped_kernels

@@ -1,7 +1,5 @@
 """Tests of makespans against measurements of an H200."""
 
-from __future__ import annotations
-
 import functools
 import math
 import statistics

@@ -1,7 +1,5 @@
 """Tests of the tile schedule against the kernels' and against measured times."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tests of the HBM traffic model against brute-force loops."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator

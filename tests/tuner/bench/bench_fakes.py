@@ -1,7 +1,5 @@
 """Constructed results of `flashtune bench`."""
 
-from __future__ import annotations
-
 from flashtune.core.problem import Dtype, Problem
 from flashtune.core.record import Versions
 from flashtune.tuner.bench.results import (

@@ -1,7 +1,5 @@
 """Problems for `flashtune bench` that are small enough for the CPU."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 
@@ -30,7 +28,10 @@ DENSE: dict[str, dict[str, Any]] = {
     "softcap": {"softcap": True},
     "alibi": {"alibi": True, "causal": Causal.NONE},
     "additive bias": {"bias": Bias.ADDITIVE},
+    "additive bias from the top": {"bias": Bias.ADDITIVE, "causal": Causal.TOP_LEFT},
     "boolean mask": {"bias": Bias.BOOLEAN},
+    "boolean mask of all keys": {"bias": Bias.BOOLEAN, "causal": Causal.NONE},
+    "boolean mask and alibi": {"bias": Bias.BOOLEAN, "alibi": True},
     "sinks": {"sinks": True},
     "sinks, window and softcap": {"sinks": True, "window_left": 16, "softcap": True},
     "lengths": {"kv_lengths": True},

@@ -1,7 +1,5 @@
 """Tests of `flashtune bench`: only correct results are timed."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Tests of FlashInfer in `flashtune bench`, with a fake that computes on the CPU."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tests of gradients in `flashtune bench`: only correct ones are timed."""
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 from typing import Any

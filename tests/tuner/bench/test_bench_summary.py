@@ -1,7 +1,5 @@
 """Tests of grids, published figures, and summaries of benches."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Kernels are compiled before they are timed; that needs no GPU."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 

@@ -1,7 +1,5 @@
 """Listings of machine code as tests write them down."""
 
-from __future__ import annotations
-
 
 def listed(*lines: str) -> str:
     """A listing as cuobjdump prints it; each line is an instruction and the cycles that it waits."""

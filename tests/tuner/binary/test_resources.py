@@ -1,7 +1,5 @@
 """Tests of the resources of compiled kernels and their occupancy."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import msgspec

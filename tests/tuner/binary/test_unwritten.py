@@ -1,7 +1,5 @@
 """Uniform registers that nothing can have written before they are read."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 import triton

@@ -1,7 +1,5 @@
 """A database with a few records, and a way to call the command line."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

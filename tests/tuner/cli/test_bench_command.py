@@ -1,7 +1,5 @@
 """Tests of the `flashtune bench` command: saving, loading and refusals."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

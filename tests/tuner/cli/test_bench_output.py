@@ -1,7 +1,5 @@
 """How results of `flashtune bench` are shown: tables, notes, lines, Markdown and plots."""
 
-from __future__ import annotations
-
 import io
 
 import msgspec

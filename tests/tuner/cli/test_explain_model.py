@@ -1,7 +1,5 @@
 """`flashtune explain --phase`: a whole model's attention over sequence length, as text, JSON and plot."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

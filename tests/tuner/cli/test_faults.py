@@ -4,8 +4,6 @@ Each fault lies under one folder that a search writes, or takes away something t
 Faults of the environment are stored of no candidate, so the same command ends well once the fault is gone.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

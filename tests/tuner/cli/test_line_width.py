@@ -1,7 +1,5 @@
 """No line of a command's output is longer than 80 columns, except words that cannot be divided."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path

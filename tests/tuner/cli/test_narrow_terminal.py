@@ -1,7 +1,5 @@
 """Output on a terminal of eighty columns: sentences are folded at words, and no number is cut."""
 
-from __future__ import annotations
-
 import io
 
 import click

@@ -1,7 +1,5 @@
 """Tests of the commands with a stored native selection and its fallback."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Hashable
 from pathlib import Path

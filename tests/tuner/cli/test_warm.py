@@ -1,7 +1,5 @@
 """Tests of `flashtune warm`: kernels are compiled ahead, and later processes find them."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

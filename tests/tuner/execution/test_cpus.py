@@ -1,7 +1,5 @@
 """Tests of the number of available CPUs, with faked control groups."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

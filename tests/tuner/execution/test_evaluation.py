@@ -1,7 +1,5 @@
 """The outcomes of candidates on a GPU, whose checks and times are given here."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

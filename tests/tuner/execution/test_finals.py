@@ -1,8 +1,7 @@
 """Tests of the final measurement without a GPU (see search/test_gpu.py for times)."""
 
-from __future__ import annotations
-
 import contextlib
+import functools
 from typing import Any
 
 import msgspec
@@ -13,15 +12,16 @@ from torch.nn.attention import SDPBackend
 from flashtune import testing
 from flashtune.core.kernel import Specialization
 from flashtune.core.mask_sharing import MaskSharing
-from flashtune.core.problem import Bias, Causal, Dtype, KvDtype, KvScale, Problem, score_bytes
+from flashtune.core.problem import Bias, Dtype, Problem, score_bytes
 from flashtune.core.record import Measurement, PeerTime, SharedTime
 from flashtune.core.target import find_target
-from flashtune.dispatch.masked_sdpa import sharing_of
+from flashtune.dispatch.masked_sdpa import masked_attention, sharing_of
 from flashtune.templates.registry import find_family
 from flashtune.tuner.candidates import Candidate
 from flashtune.tuner.execution import sdpa, timed_runs
 from flashtune.tuner.execution.inputs import make_tensors
 from tests.problems.plain_masks import plain_attention
+from tests.tuner.bench.bench_problems import CPU, FEATURES, PACKED, PAGES, a_problem
 
 PROBLEM = testing.problem("heads=2,seqlen=64,head_dim=16,dtype=fp32")
 
@@ -243,49 +243,21 @@ def test_backend_that_refuses_a_shared_mask_has_no_time(monkeypatch: pytest.Monk
         assert bool(time.peers) == (time.sharing is not MaskSharing.HEADS_AND_ROWS)
 
 
-FEATURES: dict[str, dict[str, object]] = {
-    "window": {"window_left": 9},
-    "window and first tokens": {
-        "window_left": 9,
-        "window_right": 4,
-        "sink_tokens": 2,
-        "causal": Causal.NONE,
-    },
-    "chunk": {"chunk": 16},
-    "prefix": {"prefix": True},
-    "lengths": {"kv_lengths": True, "causal": Causal.NONE},
-    "alibi": {"alibi": True},
-    "additive": {"bias": Bias.ADDITIVE},
-    "boolean": {"bias": Bias.BOOLEAN, "causal": Causal.NONE},
-    "boolean and alibi": {"bias": Bias.BOOLEAN, "alibi": True},
-    "softcap": {"softcap": True},
-    "sinks": {"sinks": True},
-    "packed": {"packed": 150},
-    "pages": {"page_size": 16},
-    "packed pages": {"page_size": 32, "packed": 150},
-    "scaled": {"kv_dtype": KvDtype.INT8, "kv_scale": KvScale.HEAD},
-    "scaled pages": {"page_size": 16, "kv_dtype": KvDtype.E4M3, "kv_scale": KvScale.PAGE},
-    "latent": {"page_size": 64, "mla": True, "head_dim": 24, "kv_heads": 1, "seqlen_q": 1},
-}
-NOT_BY_SDPA = ("softcap", "sinks", "packed", "pages", "packed pages", "scaled", "scaled pages", "latent")
-
-
-def featured(name: str) -> Problem:
-    fields = {"kv_heads": 2, "heads": 4, "batch": 3, "causal": Causal.BOTTOM_RIGHT, **FEATURES[name]}
-    return msgspec.structs.replace(PROBLEM, **fields)
-
-
 @pytest.mark.parametrize("name", FEATURES)
 def test_feature_tensors_are_valid_for_kernels_and_baselines(name: str) -> None:
-    problem = featured(name)
-    tensors = make_tensors(problem, torch.device("cpu"))
+    problem = a_problem(**FEATURES[name], dtype=Dtype.FP32)
+    tensors = make_tensors(problem, CPU)
     out, _ = plain_attention(problem, tensors.q, tensors.k, tensors.v, tensors.side, tensors.scale)
     assert out.shape == tensors.out.shape
     assert out.isfinite().all(), "a row of no sequence, or a key that is no number"
     call = sdpa.sdpa_call(problem, tensors)
-    assert (call is None) == (name in NOT_BY_SDPA)
+    by_sdpa = not (problem.softcap or problem.sinks or problem.features & sdpa.OTHER_LAYOUTS)
+    assert (call is not None) == by_sdpa
     if call is not None:
         torch.testing.assert_close(call().nan_to_num(0.0).double(), out, rtol=1e-4, atol=1e-5)
+    if problem.bias is not Bias.NONE and not problem.alibi:
+        assert isinstance(call, functools.partial)
+        assert call.func is masked_attention, "what dispatch serves is timed"
     if not problem.features & sdpa.OTHER_LAYOUTS:
         standard = timed_runs.standard_run(problem, tensors)()
         assert isinstance(standard, tuple)
@@ -293,9 +265,9 @@ def test_feature_tensors_are_valid_for_kernels_and_baselines(name: str) -> None:
 
 
 def test_varlen_tensors_have_the_tokens_of_the_problem() -> None:
-    problem = featured("packed")
-    first, other = (make_tensors(problem, torch.device("cpu")) for _ in range(2))
-    assert first.q.shape[2] == 150
+    problem = a_problem(**PACKED)
+    first, other = (make_tensors(problem, CPU) for _ in range(2))
+    assert first.q.shape[2] == 110
     assert first.side.cu_seqlens_q is not None
     assert other.side.cu_seqlens_q is not None
     assert first.side.cu_seqlens_q.tolist() == other.side.cu_seqlens_q.tolist()
@@ -303,8 +275,8 @@ def test_varlen_tensors_have_the_tokens_of_the_problem() -> None:
 
 
 def test_pages_are_shuffled_deterministically() -> None:
-    problem = featured("pages")
-    first, other = (make_tensors(problem, torch.device("cpu")).side.block_table for _ in range(2))
+    problem = a_problem(**PAGES)
+    first, other = (make_tensors(problem, CPU).side.block_table for _ in range(2))
     assert first is not None
     assert other is not None
     assert torch.equal(first, other)

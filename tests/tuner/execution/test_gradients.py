@@ -1,7 +1,5 @@
 """Tests of the arguments of backward kernels and of timed baselines."""
 
-from __future__ import annotations
-
 import functools
 
 import msgspec

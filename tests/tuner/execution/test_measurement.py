@@ -1,7 +1,5 @@
 """Tests of interleaved timing."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Sequence
 from types import SimpleNamespace

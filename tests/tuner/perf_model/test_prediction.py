@@ -1,7 +1,5 @@
 """Tests of predicted times before calibration."""
 
-from __future__ import annotations
-
 import functools
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """Fakes of the compiler, the GPU and its process; worker processes can import them."""
 
-from __future__ import annotations
-
 import errno
 import functools
 import os

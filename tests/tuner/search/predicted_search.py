@@ -1,7 +1,5 @@
 """A real search without a GPU, as a program: `predicted_search.py DATABASE`."""
 
-from __future__ import annotations
-
 import sys
 
 from flashtune import testing

@@ -1,7 +1,5 @@
 """A search of a small space, with fakes of the compiler and the GPU."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from flashtune.core.target import find_target

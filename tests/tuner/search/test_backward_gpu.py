@@ -1,7 +1,5 @@
 """Tests of gradients on a GPU: search, timing of baselines, and bench."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Tests of searches of both passes of training."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 

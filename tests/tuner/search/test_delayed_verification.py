@@ -1,7 +1,5 @@
 """Tests of the verification of winners with random delays."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests of the search on a GPU: verified winners, and recovery from broken contexts."""
 
-from __future__ import annotations
-
 import functools
 import math
 import time

@@ -1,7 +1,5 @@
 """Tests of `kill -9` and Ctrl-C during a search: finished results are stored, and the search resumes."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

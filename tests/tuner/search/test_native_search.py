@@ -1,7 +1,5 @@
 """The joint search over portable families and one of a single GPU that cannot address every tensor."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

@@ -1,7 +1,5 @@
 """Tests of repeated searches: reused records and the remaining selection."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

@@ -1,7 +1,5 @@
 """Tests of one search: trials, stored records, selection, stopping, and progress events."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

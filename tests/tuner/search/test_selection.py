@@ -1,10 +1,7 @@
-from __future__ import annotations
-
 import math
 
 import pytest
 
-from flashtune.core.kernel import Specialization
 from flashtune.core.record import (
     Measurement,
     Outcome,
@@ -12,12 +9,12 @@ from flashtune.core.record import (
     Record,
     Resources,
     Verdict,
-    Versions,
     standard_error,
 )
 from flashtune.tuner.execution.timing import sample_count, summarize
 from flashtune.tuner.search.selection import finalists, select
-from tests.tuner.search.fakes import FAMILY, KERNEL, PASSED, a_config, a_problem
+from tests.support.records import DIGEST, make_record
+from tests.tuner.search.fakes import FAMILY, PASSED, a_config, a_problem
 
 REFUSED = Verdict(passed=False, worst_ratio=9.0, checks=3, failed="needle", device="fake")
 
@@ -34,16 +31,14 @@ def a_record(
     provenance: Provenance = Provenance.MEASURED,
 ) -> Record:
     samples = 21 if provenance is Provenance.MEASURED else 0
-    return Record(
-        problem=a_problem(),
-        target="nvidia-h100",
+    return make_record(
+        a_problem(),
         family=FAMILY,
         config=a_config(num_warps=warps),
-        specialization=Specialization(),
-        kernel=KERNEL,
+        target="nvidia-h100",
+        kernel=DIGEST,
         outcome=outcome,
         provenance=provenance,
-        versions=Versions("0", "t", "t", "t", "p", "d"),
         resources=Resources(sram, registers=registers),
         verdict=verdict,
         measurement=Measurement(ms, ms - spread / 2, ms + spread / 2, samples),

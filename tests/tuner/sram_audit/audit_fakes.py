@@ -1,7 +1,5 @@
 """A compiler of which an audit is made, without one."""
 
-from __future__ import annotations
-
 import zlib
 from concurrent.futures import Future
 

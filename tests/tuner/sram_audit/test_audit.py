@@ -1,7 +1,5 @@
 """Tests of the audit of the SRAM models, with some points compared with the compiler."""
 
-from __future__ import annotations
-
 import itertools
 
 import msgspec

@@ -1,7 +1,5 @@
 """Import, export, merge and verification refuse records that disagree with their family, GPU or kernel."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

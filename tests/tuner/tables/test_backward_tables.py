@@ -1,44 +1,27 @@
 """Records of backward passes on their way through verification and export."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 
 from flashtune import testing
 from flashtune.core.kernel import Specialization
-from flashtune.core.record import Measurement, Outcome, Provenance, Record, Resources, Verdict
+from flashtune.core.record import Record
 from flashtune.core.target import find_target
 from flashtune.db.table import TunedTable, dump_table, parse_table
-from flashtune.dispatch.versions import current_versions
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from flashtune.tuner.tables.table_files import kernel_files
 from flashtune.tuner.verify import record_checks, verify_jobs
 from flashtune.tuner.verify.record_checks import CheckMethod
-from flashtune.verification.probes import EVERY_LEVEL
+from tests.support.records import make_record
 
 FAMILY = find_family("backward_split")
 TARGET = find_target("h200")
 PROBLEM = testing.problem("heads=4,kv_heads=2,seqlen=512,head_dim=64,dtype=bf16,causal,backward")
 
 
-def a_record(**fields: object) -> Record:
-    config = msgspec.structs.replace(FAMILY.default(PROBLEM, TARGET), **fields)
-    return Record(
-        problem=PROBLEM,
-        target=TARGET.name,
-        family=FAMILY.name,
-        config=config,
-        specialization=Specialization(),
-        kernel=render(FAMILY, PROBLEM, config, Specialization()).digest,
-        outcome=Outcome.OK,
-        provenance=Provenance.MEASURED,
-        versions=current_versions(FAMILY.name),
-        resources=Resources(40000),
-        verdict=Verdict(True, 0.6, 300, "", "NVIDIA H200", probes=tuple(EVERY_LEVEL)),
-        measurement=Measurement(1.0, 1.0, 1.0, 11),
-    )
+def a_record(config: str = "") -> Record:
+    return make_record(PROBLEM, family=FAMILY.name, config=config)
 
 
 def test_table_contains_both_passes_of_a_shape() -> None:
@@ -52,7 +35,7 @@ def test_table_contains_both_passes_of_a_shape() -> None:
 @pytest.mark.slow
 def test_kernels_equal_under_the_interpreter_are_interpreted_once() -> None:
     subjects = [
-        record_checks._subject(a_record(dq_warps=warps, dq_stages=stages))
+        record_checks._subject(a_record(f"dq_warps={warps},dq_stages={stages}"))
         for warps, stages in ((4, 2), (8, 3))
     ]
     sources = set()

@@ -1,7 +1,5 @@
 """Tests of exported Hopper kernels with Triton's launcher, which makes an integer of 1 a constant."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests of the dispatcher of kernel packages, without kernels."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests of the files of kernels_generated/, and of the grid of the H200's table."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import msgspec

@@ -1,7 +1,5 @@
 """Tests of merging parts of a table that several processes verified."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Mutated tables and damaged databases: each is refused in one sentence or read, and none is trusted."""
 
-from __future__ import annotations
-
 import random
 import resource
 import shutil

@@ -1,7 +1,5 @@
 """Compares shipped times with those of SDPA, of the other Hopper GPU, and of similar shapes."""
 
-from __future__ import annotations
-
 import functools
 from typing import NamedTuple
 

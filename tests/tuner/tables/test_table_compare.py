@@ -1,7 +1,5 @@
 """Tables are compared by each problem's speed relative to peers in the same run."""
 
-from __future__ import annotations
-
 import gzip
 from collections.abc import Callable
 from pathlib import Path

@@ -1,9 +1,8 @@
 """Tests of `flashtune verify` without a GPU: compilation, size, interpretation and receipts."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,8 @@ from flashtune import testing
 from flashtune.core.errors import MachineError, VerificationError
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Dtype
-from flashtune.core.record import Measurement, Outcome, Provenance, Record, Resources, Verdict
+from flashtune.core.record import Provenance, Record, Verdict
 from flashtune.core.target import find_target
-from flashtune.db.table import TunedTable, dump_table
 from flashtune.dispatch.versions import current_versions
 from flashtune.templates.registry import find_family, template_hash
 from flashtune.templates.rendering import render
@@ -28,71 +26,30 @@ from flashtune.tuner.verify import record_checks, verify_jobs
 from flashtune.tuner.verify.record_checks import CheckMethod, Report, Result, verify_records
 from flashtune.tuner.verify.verify_jobs import Runs
 from flashtune.verification.probes import EVERY_LEVEL
+from tests.support import records
+from tests.support.records import write_table
 
 FAMILY = find_family("forward_q_outer")
 TARGET = find_target("h200")
+CONFIG = "block_m=64,block_n=32,num_warps=4,num_stages=2"
 GOOD = Verdict(True, 0.6, 300, "", "NVIDIA H200", probes=tuple(EVERY_LEVEL))
 
 
 def make_record(seqlen: int = 512, **changes: Any) -> Record:
-    problem = changes.pop("problem", None) or testing.problem(
-        "heads=4,kv_heads=2,seqlen=1,head_dim=64,dtype=bf16", seqlen=seqlen
-    )
-    plain_config = msgspec.convert(
-        {"block_m": 64, "block_n": 32, "num_warps": 4, "num_stages": 2}, FAMILY.config_type
-    )
-    config = changes.pop("config", plain_config) if changes.get("family") != "unfused" else plain_config
-    kernel = render(FAMILY, problem, config, Specialization())
-    plain = Record(
-        problem=problem,
-        target=TARGET.name,
-        family=FAMILY.name,
-        config=config,
-        specialization=Specialization(),
-        kernel=kernel.digest,
-        outcome=Outcome.OK,
-        provenance=Provenance.MEASURED,
-        versions=msgspec.structs.replace(current_versions(FAMILY.name), triton="3.6.0", driver="580.1"),
-        resources=Resources(40000),
-        verdict=GOOD,
-        measurement=Measurement(1.0, 1.0, 1.0, 11),
-    )
-    return msgspec.structs.replace(plain, **changes)
+    problem = testing.problem("heads=4,kv_heads=2,seqlen=1,head_dim=64,dtype=bf16", seqlen=seqlen)
+    versions = msgspec.structs.replace(current_versions(FAMILY.name), triton="3.6.0", driver="580.1")
+    fields = {"problem": problem, "config": CONFIG, "verdict": GOOD, "versions": versions} | changes
+    return records.make_record(**fields)
 
 
-@pytest.fixture
-def quick_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replaces compiling and interpreting by successes."""
-    monkeypatch.setattr(
-        record_checks, "_compile", lambda subjects, progress: {record_checks._binary(s): "" for s in subjects}
-    )
-    monkeypatch.setattr(
-        record_checks,
-        "_interpret",
-        lambda subjects, progress: {record_checks._source(s): "" for s in subjects},
-    )
-
-
-def only_result(
-    record: Record, *, require_gpu: bool = False, same_triton: bool = False, allow_unproven: bool = False
-) -> Result:
-    report = verify_records(
-        [record],
-        gpu=None,
-        require_gpu=require_gpu,
-        same_triton=same_triton,
-        allow_unproven=allow_unproven,
-    )
-    (result,) = report.results
+def only_result(record: Record, **options: bool) -> Result:
+    (result,) = verify_records([record], gpu=None, **options).results
     return result
 
 
 @pytest.mark.slow
 def test_table_is_compiled_checked_for_size_and_interpreted() -> None:
-    assert FAMILY.config_type
-    too_large = msgspec.convert(
-        {"block_m": 128, "block_n": 256, "num_warps": 8, "num_stages": 8}, FAMILY.config_type
-    )
+    too_large = "block_m=128,block_n=256,num_warps=8,num_stages=8"
     seen: set[str] = set()
     report = verify_records(
         [make_record(512), make_record(1024), make_record(2048, config=too_large)],
@@ -134,7 +91,8 @@ def current(record: Record) -> Record:
 
 @pytest.mark.slow
 def test_kernels_of_every_family_are_compiled_and_interpreted() -> None:
-    by_family = {row.record.family: current(row.record) for row in shipped_selections() if row.record.config}
+    records = {row.record.family: row.record for row in shipped_selections() if row.record.config}
+    by_family = {family: current(record) for family, record in records.items()}
     jobs = Jobs()
     report = verify_records(by_family.values(), gpu=None, runs=jobs)
     assert [result.failed for result in report.results] == [""] * len(by_family)
@@ -188,7 +146,7 @@ def test_valid_receipt_passes() -> None:
     ],
 )
 def test_missing_and_stale_receipts_fail(changes: dict[str, Any], words: str) -> None:
-    assert words in only_result(make_record(**changes)).failed
+    assert words in only_result(msgspec.structs.replace(make_record(), **changes)).failed
 
 
 @pytest.mark.usefixtures("quick_jobs")
@@ -205,7 +163,7 @@ def test_interpreted_predictions_need_no_receipt() -> None:
 
 @pytest.mark.usefixtures("quick_jobs")
 def test_baselines_are_counted_but_not_checked() -> None:
-    report = verify_records([make_record(family="unfused", config=None, kernel=None)], gpu=None)
+    report = verify_records([make_record(family="unfused")], gpu=None)
     assert report == Report((), 1)
 
 
@@ -217,7 +175,7 @@ def test_native_kernels_pass_by_receipt(quick_jobs: None, monkeypatch: pytest.Mo
         ({"kernel": "0" * 32}, "stale receipt"),
         ({"specialization": Specialization(lse=True)}, "stale receipt"),
     ):
-        result = only_result(make_record(**changes))
+        result = only_result(msgspec.structs.replace(make_record(), **changes))
         assert (result.method, result.receipt) == (CheckMethod.NONE, None)
         assert words in result.failed
 
@@ -284,12 +242,11 @@ def test_kernels_equal_under_the_interpreter_are_interpreted_once() -> None:
 def test_kernels_that_start_early_are_interpreted_without_a_wait() -> None:
     decode = find_family("decode_split_kv")
     problem = msgspec.structs.replace(make_record().problem, seqlen_q=1, seqlen_kv=4096)
-    default = decode.default(problem, TARGET)
-    config = msgspec.structs.replace(default, num_splits=4, early_combine=True, early_start=True)
-    kernel = render(decode, problem, config, Specialization())
-    assert "gdc_wait" in kernel.source
-    changes = {"problem": problem, "family": decode.name, "config": config, "kernel": kernel.digest}
-    subject = record_checks._subject(msgspec.structs.replace(make_record(), **changes))
+    config = "num_splits=4,early_combine=True,early_start=True"
+    record = make_record(problem=problem, family=decode.name, config=config)
+    assert record.config is not None
+    assert "gdc_wait" in render(decode, problem, record.config, Specialization()).source
+    subject = record_checks._subject(record)
     assert isinstance(subject, verify_jobs.Subject)
     task = record_checks._task(subject)
     assert "gdc_wait" not in render(decode, task.problem, task.config, task.specialization).source
@@ -297,12 +254,7 @@ def test_kernels_that_start_early_are_interpreted_without_a_wait() -> None:
 
 @pytest.fixture
 def table(tmp_path: Path) -> Callable[..., Path]:
-    def write(*records: Record) -> Path:
-        path = tmp_path / "table.json"
-        path.write_bytes(dump_table(TunedTable(target=TARGET.name, records=records)))
-        return path
-
-    return write
+    return partial(write_table, tmp_path / "table.json")
 
 
 @pytest.mark.usefixtures("quick_jobs")

@@ -1,7 +1,5 @@
 """Tests of `flashtune verify` on a fake GPU: checked, timed, skipped and written records."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable
@@ -19,7 +17,7 @@ from flashtune.core.mask_sharing import MaskSharing
 from flashtune.core.record import Measurement, PeerTime, Record, Resources, SharedTime, Verdict
 from flashtune.core.target import Target, find_target
 from flashtune.db.codec import Check
-from flashtune.db.table import TunedTable, dump_table, load_table, shipped_table
+from flashtune.db.table import TunedTable, load_table, shipped_table
 from flashtune.dispatch.masked_sdpa import timed_ways
 from flashtune.dispatch.versions import current_versions
 from flashtune.templates.registry import find_family
@@ -34,6 +32,7 @@ from flashtune.tuner.verify.verify_jobs import Runs
 from flashtune.verification import check, passes
 from flashtune.verification.cases import Level
 from flashtune.verification.check import full_probes
+from tests.support.records import write_table
 
 TARGET = find_target("h200")
 MEASURED = Measurement(0.25, 0.24, 0.26, 25)
@@ -135,9 +134,7 @@ def record() -> Record:
 @pytest.fixture
 def paths(record: Record, tmp_path: Path) -> tuple[Path, Path]:
     """A table of one record, and a file to write."""
-    path = tmp_path / "table.json"
-    path.write_bytes(dump_table(TunedTable(target=TARGET.name, records=(record,))))
-    return path, tmp_path / "written.json"
+    return write_table(tmp_path / "table.json", record), tmp_path / "written.json"
 
 
 def run(*arguments: str | Path) -> Result:
@@ -289,14 +286,18 @@ def test_times_are_written_with_the_current_versions(
     assert written.records == (record,)
 
 
+def changed(record: Record) -> Record:
+    """Returns a record whose kernel was changed since."""
+    versions = msgspec.structs.replace(record.versions, template="0" * 16)
+    return msgspec.structs.replace(record, kernel="0" * 32, versions=versions)
+
+
 @pytest.mark.parametrize("timed", [False, True])
 def test_record_with_a_changed_kernel_takes_the_timed_kernel(
     machine: Machine, record: Record, tmp_path: Path, timed: bool
 ) -> None:
-    versions = msgspec.structs.replace(record.versions, template="0" * 16)
-    earlier = msgspec.structs.replace(record, kernel="0" * 32, versions=versions)
-    path, written = tmp_path / "table.json", tmp_path / "written.json"
-    path.write_bytes(dump_table(TunedTable(target=TARGET.name, records=(earlier,))))
+    earlier = changed(record)
+    path, written = write_table(tmp_path / "table.json", earlier), tmp_path / "written.json"
 
     assert run("--table", path, "--write", written, *(["--time"] if timed else [])).exit_code == 0
 
@@ -320,8 +321,7 @@ def test_record_with_an_equal_kernel_takes_the_template_version(
 ) -> None:
     here = current_versions(record.family)
     earlier = msgspec.structs.replace(record, versions=msgspec.structs.replace(here, template="0" * 16))
-    path, written = tmp_path / "table.json", tmp_path / "written.json"
-    path.write_bytes(dump_table(TunedTable(target=TARGET.name, records=(earlier,))))
+    path, written = write_table(tmp_path / "table.json", earlier), tmp_path / "written.json"
     assert run("--table", path, "--write", written, "--time").exit_code == 0
     table = load_table(written)
     (renewed,) = table.records
@@ -333,10 +333,8 @@ def test_record_with_an_equal_kernel_takes_the_template_version(
 def test_record_with_a_changed_kernel_is_renewed_by_a_second_run(
     machine: Machine, record: Record, tmp_path: Path
 ) -> None:
-    versions = msgspec.structs.replace(record.versions, template="0" * 16)
-    earlier = msgspec.structs.replace(record, kernel="0" * 32, versions=versions)
-    path, written = tmp_path / "table.json", tmp_path / "written.json"
-    path.write_bytes(dump_table(TunedTable(target=TARGET.name, records=(earlier,))))
+    earlier = changed(record)
+    path, written = write_table(tmp_path / "table.json", earlier), tmp_path / "written.json"
     assert run("--table", path, "--write", written).exit_code == 0
     machine.checked.clear()
     done = run("--table", written, "--write", written, "--time", "--missing")
@@ -374,8 +372,7 @@ def test_record_of_current_versions_takes_missing_shared_mask_times(
         # Another version of the template, which renders the same kernel.
         versions = msgspec.structs.replace(masked.versions, template=template)
         masked = msgspec.structs.replace(masked, versions=versions)
-    path, written = tmp_path / "table.json", tmp_path / "written.json"
-    path.write_bytes(dump_table(TunedTable(target=TARGET.name, records=(masked, plain))))
+    path, written = write_table(tmp_path / "table.json", masked, plain), tmp_path / "written.json"
 
     done = run("--table", path, "--write", written, *(["--time"] if timed else []))
 
@@ -396,10 +393,8 @@ def test_record_of_current_versions_takes_missing_shared_mask_times(
 def test_changed_kernel_that_a_search_rejects_is_not_timed(
     machine: Machine, record: Record, tmp_path: Path
 ) -> None:
-    versions = msgspec.structs.replace(record.versions, template="0" * 16)
-    earlier = msgspec.structs.replace(record, kernel="0" * 32, versions=versions)
-    path, written = tmp_path / "table.json", tmp_path / "written.json"
-    path.write_bytes(dump_table(TunedTable(target=TARGET.name, records=(earlier,))))
+    earlier = changed(record)
+    path, written = write_table(tmp_path / "table.json", earlier), tmp_path / "written.json"
     machine.unfit = "ptxas serialised the matrix instructions"
 
     result = run("--table", path, "--write", written, "--time")

@@ -1,7 +1,5 @@
 """`flashtune verify --sample`: one kernel of each class."""
 
-from __future__ import annotations
-
 import json
 from itertools import permutations
 from pathlib import Path
@@ -12,39 +10,19 @@ import pytest
 from click.testing import CliRunner
 
 from flashtune import testing
-from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Bias, Causal, Dtype
-from flashtune.core.record import Measurement, Outcome, Provenance, Record, Verdict
-from flashtune.core.target import find_target
-from flashtune.db.table import TunedTable, dump_table
-from flashtune.dispatch.versions import current_versions
-from flashtune.templates.registry import find_family
+from flashtune.core.record import Record
 from flashtune.tuner.cli import main
 from flashtune.tuner.tables.lookup import shipped_selections
 from flashtune.tuner.verify import record_checks
 from flashtune.tuner.verify.record_checks import Report, sample
-from flashtune.verification.probes import EVERY_LEVEL
+from tests.support.records import DIGEST, make_record, write_table
 
-FAMILY = find_family("forward_q_outer")
-TARGET = find_target("h200")
-CONFIG = msgspec.convert({"block_m": 64, "block_n": 32, "num_warps": 4, "num_stages": 2}, FAMILY.config_type)
 PROBLEM = testing.problem("heads=4,kv_heads=2,seqlen=512,head_dim=64,dtype=bf16")
-PLAIN = Record(
-    problem=PROBLEM,
-    target=TARGET.name,
-    family=FAMILY.name,
-    config=CONFIG,
-    specialization=Specialization(),
-    kernel="0" * 32,
-    outcome=Outcome.OK,
-    provenance=Provenance.MEASURED,
-    versions=msgspec.structs.replace(current_versions(FAMILY.name), triton="3.6.0", driver="580.1"),
-    verdict=Verdict(True, 0.6, 300, "", "NVIDIA H200", probes=tuple(EVERY_LEVEL)),
-    measurement=Measurement(1.0, 1.0, 1.0, 11),
-)
+PLAIN = make_record(PROBLEM, kernel=DIGEST)
 
 
-def record_of(family: str = FAMILY.name, **changes: Any) -> Record:
+def record_of(family: str = "forward_q_outer", **changes: Any) -> Record:
     problem = msgspec.structs.replace(PROBLEM, **changes)
     return msgspec.structs.replace(PLAIN, problem=problem, family=family)
 
@@ -101,10 +79,7 @@ def test_every_class_of_the_shipped_tables_is_in_their_sample() -> None:
 
 @pytest.fixture
 def table(tmp_path: Path) -> Path:
-    path = tmp_path / "table.json"
-    records = (record_of(), record_of(heads=8), record_of(dtype=Dtype.FP16))
-    path.write_bytes(dump_table(TunedTable(target=TARGET.name, records=records)))
-    return path
+    return write_table(tmp_path / "table.json", record_of(), record_of(heads=8), record_of(dtype=Dtype.FP16))
 
 
 @pytest.fixture

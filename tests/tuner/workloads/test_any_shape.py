@@ -1,7 +1,5 @@
 """Any problem is read back from a shape that names it, and any text is problems or one sentence."""
 
-from __future__ import annotations
-
 import contextlib
 import shlex
 import string

@@ -1,7 +1,5 @@
 """Random shape strings become problems within bounds, or are refused in one sentence."""
 
-from __future__ import annotations
-
 import random
 import resource
 import time

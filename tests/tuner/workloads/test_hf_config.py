@@ -1,7 +1,5 @@
 """Tests of reading models from `config.json`: model types, kinds of layers, and refusals."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Tests that problems of models match those of dispatched calls."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Models that are known by name: the problems of their calls, in both phases and of any sizes."""
 
-from __future__ import annotations
-
 import pytest
 
 from flashtune.core.errors import UsageError

@@ -1,7 +1,5 @@
 """Shapes as users write them: ranges, lists, features, defaults, and mistakes that get a sentence."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 

@@ -1,7 +1,5 @@
 """Files of shapes: text, JSON and comments, and the line or file that a refusal names."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

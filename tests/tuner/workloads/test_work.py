@@ -1,17 +1,14 @@
 """Tests of the operations and bytes of problems, and of the rates that searches print."""
 
-from __future__ import annotations
-
 import pytest
 
-from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Problem
-from flashtune.core.record import Measurement, Outcome, Provenance, Record
-from flashtune.dispatch.versions import current_versions
+from flashtune.core.record import Provenance
 from flashtune.tuner.search.summary import describe_time
 from flashtune.tuner.workloads.shapes import parse_shape
 from flashtune.tuner.workloads.work import kv_bytes, operations
 from flashtune.verification.lengths import usual_lengths
+from tests.support.records import DIGEST, make_record
 from tests.tuner.bench.bench_problems import PACKED, PAGES, a_problem
 
 
@@ -32,30 +29,19 @@ def test_operations_and_bytes_count_the_lengths_of_sequences() -> None:
     assert operations(plain) == plain.nominal_flops()
 
 
-def timed(problem: Problem, ms: float) -> Record:
-    return Record(
-        problem=problem,
-        target="nvidia-h200",
-        family="forward_q_outer",
-        config=None,
-        specialization=Specialization(),
-        kernel=None,
-        outcome=Outcome.OK,
-        provenance=Provenance.PREDICTED,
-        versions=current_versions("forward_q_outer"),
-        measurement=Measurement(ms=ms, p20=ms, p80=ms, samples=0, throttled=False),
-    )
+def describe(problem: Problem, ms: float) -> str:
+    return describe_time(make_record(problem, ms, provenance=Provenance.PREDICTED, kernel=DIGEST))
 
 
 def test_rate_of_packed_sequences_is_that_of_their_usual_lengths() -> None:
     (packed,) = parse_shape("heads=32,kv_heads=8,seqlen=8192,head_dim=128,causal,batch=24,packed=32768")
     pairs = sum(count * (count + 1) // 2 for count in usual_lengths(packed).queries)
     tflops = 4 * 32 * 128 * pairs / 1e12
-    assert describe_time(timed(packed, 1000.0)).endswith(f", {tflops:.0f} TFLOP/s")
+    assert describe(packed, 1000.0).endswith(f", {tflops:.0f} TFLOP/s")
     # The longest length of every sequence would be far more work.
     assert operations(packed) < packed.nominal_flops() / 2
 
 
 def test_rate_of_decoding_is_in_bytes_of_keys_and_values() -> None:
     (decoding,) = parse_shape("heads=32,kv_heads=8,seqlen_q=1,seqlen_kv=8192,head_dim=128,batch=16")
-    assert describe_time(timed(decoding, 1.0)).endswith(f", {2 * 16 * 8 * 8192 * 128 * 2 / 1e6:.0f} GB/s")
+    assert describe(decoding, 1.0).endswith(f", {2 * 16 * 8 * 8192 * 128 * 2 / 1e6:.0f} GB/s")

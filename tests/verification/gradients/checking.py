@@ -1,7 +1,5 @@
 """Verifies plain torch instead of a backward kernel, and returns the errors."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -3,8 +3,6 @@
 It reads lengths itself, sequence by sequence. Mistakes are put into its inputs, or made by its `Hooks`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -41,30 +39,22 @@ class Scores(NamedTuple):
 
 
 class Hooks(NamedTuple):
-    """Where a kernel may go wrong; each is given what is right and says what is taken for it.
+    """Where a kernel may go wrong; each is given what is right and says what is taken for it."""
 
-    Attributes:
-        problem: Masks and lengths.
-        read: Tensors that are read.
-        side: Side inputs.
-        head: The KV head of each query head.
-        hidden: What is masked, [heads | 1, queries, keys].
-        log: The log-sum-exp.
-        delta: rowsum(dout · out), less the gradient of the log-sum-exp.
-        scores: P and dS, by the name of the gradient that they are for.
-        scale: By the name of the gradient.
-        gradient: A sequence's gradient, [heads, rows, columns], before it is rounded, by its name.
-    """
-
-    problem: Callable[[Problem], Problem] = lambda problem: problem
+    problem: Callable[[Problem], Problem] = lambda problem: problem  # Masks and lengths.
+    # Tensors that are read.
     read: Callable[[BackwardTensors], BackwardTensors] = lambda tensors: tensors
-    side: Callable[[ExtraInputs], ExtraInputs] = lambda side: side
-    head: Callable[[Tensor], Tensor] = lambda head: head
+    side: Callable[[ExtraInputs], ExtraInputs] = lambda side: side  # Side inputs.
+    head: Callable[[Tensor], Tensor] = lambda head: head  # The KV head of each query head.
+    # The masked pairs, [heads | 1, queries, keys].
     hidden: Callable[[Tensor], Tensor] = lambda hidden: hidden
-    log: Callable[[Tensor], Tensor] = lambda lse: lse
+    log: Callable[[Tensor], Tensor] = lambda lse: lse  # The log-sum-exp.
+    # rowsum(dout · out), less the gradient of the log-sum-exp.
     delta: Callable[[Tensor], Tensor] = lambda delta: delta
+    # P and dS, by the name of the gradient that they are for.
     scores: Callable[[str, Scores], Scores] = lambda _, scores: scores
-    scale: Callable[[str, float], float] = lambda _, scale: scale
+    scale: Callable[[str, float], float] = lambda _, scale: scale  # By the name of the gradient.
+    # A sequence's gradient, [heads, rows, columns], before it is rounded, by its name.
     gradient: Callable[[str, Tensor], Tensor] = lambda _, gradient: gradient
 
 

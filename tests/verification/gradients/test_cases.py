@@ -1,7 +1,5 @@
 """Tests of the test cases of backward kernels, and of sliced references."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

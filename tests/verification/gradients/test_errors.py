@@ -1,7 +1,5 @@
 """Tests of the verification of the backward pass: correct results pass, and errors do not."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

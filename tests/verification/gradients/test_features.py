@@ -1,7 +1,5 @@
 """Tests of the verification of gradients with masks, biases, sinks and varlen."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

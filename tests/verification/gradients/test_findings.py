@@ -1,7 +1,5 @@
 """Tests of the checks of backward launches: results, repeated launches and stray writes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Tests of the tolerance between launches with unordered sums."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests of pairs of sequences and KV heads: selected tensors with and without lookup."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

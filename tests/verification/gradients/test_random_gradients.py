@@ -1,7 +1,5 @@
 """Tests of drawing random backward problems."""
 
-from __future__ import annotations
-
 import pytest
 
 from flashtune.core.problem import Direction

@@ -1,7 +1,5 @@
 """Tests of test inputs: alignment, poison and values."""
 
-from __future__ import annotations
-
 import itertools
 
 import msgspec

@@ -1,7 +1,5 @@
 """Tests of the placement of values, their surroundings, and the lengths of tuned shapes."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

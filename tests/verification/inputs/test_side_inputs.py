@@ -1,7 +1,5 @@
 """Tests of the extra inputs that a check draws."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

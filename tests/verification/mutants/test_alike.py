@@ -1,7 +1,5 @@
 """Tests of the comparison of accepted mutants with correct kernels."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

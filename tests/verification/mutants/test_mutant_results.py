@@ -1,7 +1,5 @@
 """Tests of saving, counting and showing mutant runs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tests of the outcomes of mutant runs."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future

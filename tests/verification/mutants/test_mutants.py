@@ -1,7 +1,5 @@
 """Tests that the catalogue of mutants matches the templates, and each mutant differs."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.mutants.catalogue import gpu_mutants, interpreted_mutants

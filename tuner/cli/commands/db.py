@@ -11,7 +11,7 @@ import click
 import msgspec
 
 from flashtune.core.errors import FlashtuneError, StoreError, UsageError, VerificationError, printable
-from flashtune.core.record import Outcome
+from flashtune.core.record import Outcome, Record
 from flashtune.tuner.cli.command import Group
 from flashtune.tuner.cli.options import (
     database_option,
@@ -31,7 +31,6 @@ from flashtune.tuner.cli.output import (
 
 if TYPE_CHECKING:
     from flashtune.core.problem import Problem
-    from flashtune.core.record import Record
     from flashtune.db import forgetting
 
 AGE = re.compile(r"(\d{1,6})([mhdw])")
@@ -107,18 +106,12 @@ def merge(sources: tuple[str, ...], db: str | None, as_json: bool) -> None:
 
 
 class Forgotten(msgspec.Struct, frozen=True):
-    """Records that `db forget` deleted, or would delete.
+    """Records that `db forget` deleted, or would delete."""
 
-    Attributes:
-        deleted: Whether they were deleted.
-        groups: The records by target, problem and outcome.
-        selections: Deleted selections, and the new ones.
-    """
-
-    deleted: bool
+    deleted: bool  # Whether they were deleted.
     records: int
-    groups: tuple[forgetting.Group, ...]
-    selections: tuple[forgetting.TakenBack, ...]
+    groups: tuple[forgetting.Group, ...]  # The records by target, problem and outcome.
+    selections: tuple[forgetting.TakenBack, ...]  # Deleted selections, and the new ones.
 
 
 @command.command(

@@ -1,7 +1,5 @@
 """`flashtune families`: the values of `--family`."""
 
-from __future__ import annotations
-
 import msgspec
 
 from flashtune.tuner.cli.command import flashtune_command
@@ -12,21 +10,13 @@ HEADS = ("family", "pass", "written in", "features")
 
 
 class Described(msgspec.Struct, frozen=True):
-    """A kernel family.
+    """A kernel family."""
 
-    Attributes:
-        name: Value of `--family`.
-        direction: `forward` or `backward`.
-        language: `triton`, or `gluon`, which Triton's interpreter does not run.
-        features: Features beyond shapes, types and causal masks.
-        axes: The tunable fields of its config.
-    """
-
-    name: str
-    direction: str
-    language: str
-    features: tuple[str, ...]
-    axes: tuple[str, ...]
+    name: str  # Value of `--family`.
+    direction: str  # `forward` or `backward`.
+    language: str  # `triton`, or `gluon`, which Triton's interpreter does not run.
+    features: tuple[str, ...]  # Features beyond shapes, types and causal masks.
+    axes: tuple[str, ...]  # The tunable fields of its config.
 
 
 @flashtune_command("families", "flashtune families", "flashtune families --json")

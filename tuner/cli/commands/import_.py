@@ -1,7 +1,5 @@
 """`flashtune import`: JSON tables into the database."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import click

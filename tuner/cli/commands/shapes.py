@@ -1,7 +1,5 @@
 """`flashtune shapes`: the keys of `--shape`."""
 
-from __future__ import annotations
-
 import click
 
 from flashtune.tuner.cli.command import Command

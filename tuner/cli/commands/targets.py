@@ -1,7 +1,5 @@
 """`flashtune targets`: the values of `--target`."""
 
-from __future__ import annotations
-
 from flashtune.tuner.cli.command import flashtune_command
 from flashtune.tuner.cli.options import json_option
 from flashtune.tuner.cli.output import print_json, print_rows, quantity

@@ -1,7 +1,5 @@
 """Results of `flashtune bench` as a Markdown document."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from flashtune.core.errors import printable

@@ -1,7 +1,5 @@
 """Results of `flashtune bench` for a terminal, and their groups: a panel for each head dim and mask."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -34,17 +32,11 @@ TABLES = 6
 
 
 class Panel(NamedTuple):
-    """Benches that differ only in lengths and batch, shortest first.
+    """Benches that differ only in lengths and batch, shortest first."""
 
-    Attributes:
-        title: Their common properties.
-        dtype: Element type, which selects their ceiling.
-        benches: At least one.
-    """
-
-    title: str
-    dtype: Dtype
-    benches: tuple[Bench, ...]
+    title: str  # Their common properties.
+    dtype: Dtype  # Element type, which selects their ceiling.
+    benches: tuple[Bench, ...]  # At least one.
 
     @property
     def unit(self) -> Unit:

@@ -1,7 +1,5 @@
 """Prints an `Explanation`."""
 
-from __future__ import annotations
-
 from rich.console import Console
 from rich.table import Table
 

@@ -1,7 +1,5 @@
 """Stored records as tables."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 

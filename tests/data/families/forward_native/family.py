@@ -1,7 +1,5 @@
 """A Gluon family for sm_90 that addresses tensors by descriptors."""
 
-from __future__ import annotations
-
 from flashtune.core.config import Axis, BlockSize, Config, Space
 from flashtune.core.problem import Feature
 from flashtune.core.kernel import Argument, Specialization

@@ -1,20 +1,19 @@
 """Tests that the emulator accepts Gluon kernels and detects their mutants."""
 
-from __future__ import annotations
-
 import time
 
 import msgspec
 import pytest
 
 from flashtune.core.kernel import Kernel
+from flashtune.templates.backward_hopper.space import HopperBackwardConfig
 from flashtune.templates.forward_hopper.space import HopperConfig
 from flashtune.verification.cases import splits_of
 from tests.emulator.hardware import BarrierError
 from tests.emulator.program import Program
 from tests.mutants.core import Mutant, Subject, broken, rendered
 from tests.mutants.emulated import emulated_mutants
-from tests.templates.backward import test_backward_hopper_emulated
+from tests.templates.backward.test_backward_hopper_emulated import emulated
 from tests.templates.decode import test_latent_emulated
 from tests.templates.hopper.emulated import test_hopper_emulated, test_hopper_pages_emulated
 
@@ -53,23 +52,24 @@ def latent_error(kernel: Kernel, subject: Subject) -> float:
     return test_latent_emulated.worst_error(kernel, shaped, lengths, splits_of(subject.config) or 1)
 
 
-def assert_right_gradients(kernel: Kernel, subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+def assert_right_gradients(kernel: Kernel, subject: Subject) -> None:
     problem = subject.problem
-    monkeypatch.setattr(test_backward_hopper_emulated, "kernel_of", lambda *_, **__: (kernel, subject.config))
+    assert isinstance(subject.config, HopperBackwardConfig)
+    rendered = kernel, subject.config
     featured = problem.features or problem.packed
     shape = {"heads": 4, "kv_heads": 2, "batch": 1}
     shape |= {"seqlen_q": 350, "seqlen_kv": 410} if featured else {"seqlen_q": 150, "seqlen_kv": 270}
     shaped = msgspec.structs.replace(problem, **shape)
     if problem.packed:
-        test_backward_hopper_emulated.emulated(shaped, 3, BACKWARD_LENGTHS, spare=30)
+        emulated(shaped, 3, BACKWARD_LENGTHS, spare=30, rendered=rendered)
     else:
-        test_backward_hopper_emulated.emulated(shaped, 3 if featured else 2)
+        emulated(shaped, 3 if featured else 2, rendered=rendered)
 
 
-def assert_right(kernel: Kernel, subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+def assert_right(kernel: Kernel, subject: Subject) -> None:
     """Emulates a kernel and compares its results with plain attention."""
     if subject.family == "backward_hopper":
-        assert_right_gradients(kernel, subject, monkeypatch)
+        assert_right_gradients(kernel, subject)
     elif subject.family == "decode_latent_hopper":
         assert latent_error(kernel, subject) < 1e-6
     elif subject.problem.page_size:
@@ -82,8 +82,8 @@ def assert_right(kernel: Kernel, subject: Subject, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     "subject", dict.fromkeys(mutant.subject for mutant in MUTANTS), ids=lambda subject: subject.label
 )
-def test_unmodified_kernels_are_right(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert_right(rendered(subject), subject, monkeypatch)
+def test_unmodified_kernels_are_right(subject: Subject) -> None:
+    assert_right(rendered(subject), subject)
 
 
 @pytest.mark.slow
@@ -99,7 +99,7 @@ def test_mutants_are_wrong(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> N
 
     def emulate() -> None:
         for _ in range(REPEATS.get(mutant.id, 1)):
-            assert_right(broken(mutant), mutant.subject, monkeypatch)
+            assert_right(broken(mutant), mutant.subject)
 
     with pytest.raises((AssertionError, BarrierError, IndexError)):
         emulate()

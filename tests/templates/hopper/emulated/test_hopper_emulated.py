@@ -1,7 +1,5 @@
 """Tests of emulated Hopper kernels against a reference: blocks, barriers and bounds."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

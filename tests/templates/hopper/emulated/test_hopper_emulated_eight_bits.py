@@ -1,7 +1,5 @@
 """Tests of emulated 8-bit Hopper kernels: the layout of probabilities and values."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

@@ -1,7 +1,5 @@
 """Tests of emulated Hopper kernels with score features and masks against a reference."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any

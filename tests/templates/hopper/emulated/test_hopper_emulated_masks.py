@@ -1,7 +1,5 @@
 """Tests of emulated Hopper kernels with masks and biases of pairs against a reference."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

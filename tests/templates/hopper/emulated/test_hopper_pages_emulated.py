@@ -1,7 +1,5 @@
 """Tests of emulated Hopper kernels with keys in pages against a reference."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

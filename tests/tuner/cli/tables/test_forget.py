@@ -1,7 +1,5 @@
 """Tests of `flashtune db forget`: deletion of records and selections."""
 
-from __future__ import annotations
-
 import json
 import sqlite3
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Tests of the kernel files of `flashtune render` and `flashtune export --format`."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """Tests of receipts in imported tables: only those of the table's kernels are accepted."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +13,7 @@ from flashtune.core.record import Measurement, Record, Verdict
 from flashtune.core.session import SESSION
 from flashtune.db import table as module
 from flashtune.db.codec import Check
-from flashtune.db.table import Timing, TunedTable, dump_table, load_table
+from flashtune.db.table import Timing, TunedTable, load_table
 from flashtune.dispatch import tables
 from flashtune.dispatch.versions import NO_DRIVER, current_versions
 from flashtune.tuner.tables import listing, lookup
@@ -23,9 +21,9 @@ from flashtune.tuner.tables.admission import digest_of
 from flashtune.tuner.tables.listing import standing
 from flashtune.tuner.tables.lookup import tables_of
 from flashtune.tuner.tables.table_receipts import sibling, without_strays
-from flashtune.tuner.verify import record_checks
 from flashtune.tuner.workloads.shapes import parse_shape
 from flashtune.verification.probes import EVERY_LEVEL
+from tests.support.records import write_table
 from tests.tuner.cli.conftest import SHAPE
 
 Run = Callable[..., Result]
@@ -52,22 +50,9 @@ def record(make_record: MakeRecord) -> Record:
 @pytest.fixture
 def write(tmp_path: Path, record: Record) -> Callable[..., Path]:
     def written(*receipts: Check) -> Path:
-        path = tmp_path / "table.json"
-        path.write_bytes(dump_table(TunedTable(target=record.target, records=(record,), receipts=receipts)))
-        return path
+        return write_table(tmp_path / "table.json", record, receipts=receipts)
 
     return written
-
-
-@pytest.fixture
-def quick_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels count as compiled and interpreted."""
-    monkeypatch.setattr(
-        record_checks, "_compile", lambda subjects, _: {record_checks._binary(s): "" for s in subjects}
-    )
-    monkeypatch.setattr(
-        record_checks, "_interpret", lambda subjects, _: {record_checks._source(s): "" for s in subjects}
-    )
 
 
 def test_receipts_of_records_and_siblings_become_self_checks(

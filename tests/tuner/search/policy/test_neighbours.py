@@ -1,7 +1,5 @@
 """Tests of the neighbours of a config and of their proposal."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from flashtune.core.config import Space

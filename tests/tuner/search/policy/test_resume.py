@@ -1,7 +1,5 @@
 """Which winners a search of a problem with features begins with."""
 
-from __future__ import annotations
-
 import math
 
 import msgspec

@@ -1,7 +1,5 @@
 """Tests of building kernels with delays in the GPU process."""
 
-from __future__ import annotations
-
 import pytest
 
 from flashtune import testing

@@ -1,7 +1,5 @@
 """Tests of machine faults: they stop a search with one sentence and are not stored as outcomes."""
 
-from __future__ import annotations
-
 import os
 import resource
 import time
