@@ -113,7 +113,7 @@ class ForwardOperator(Protocol):
         v: Tensor,
         other: Tensor | None,
         known: Options,
-        /,
+        /,  # noqa: ARG002
     ) -> Inputs | None:
         """Returns the inputs of a later call with the same options.
 

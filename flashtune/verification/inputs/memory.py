@@ -58,23 +58,15 @@ class MemoryFrame(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """The tensors of a launch.
-
-    Attributes:
-        q, k, v: Inputs, each in poisoned surroundings.
-        out: The output.
-        lse: The log-sum-exp, [batch, heads, seqlen_q], or [1, heads, total_q] of a varlen batch.
-        extra_inputs: All extra inputs in poisoned or hostile surroundings.
-        side: The extra inputs as a launch takes them.
-    """
+    """The tensors of a launch, each in poisoned or hostile surroundings."""
 
     q: Guarded
     k: Guarded
     v: Guarded
     out: Guarded
-    lse: Guarded
-    extra_inputs: tuple[Guarded, ...]
-    side: ExtraInputs
+    lse: Guarded  # The log-sum-exp, [batch, heads, seqlen_q], or [1, heads, total_q] of a varlen batch.
+    extra_inputs: tuple[Guarded, ...]  # All extra inputs.
+    side: ExtraInputs  # The extra inputs as a launch takes them.
 
     @property
     def read(self) -> tuple[Guarded, ...]:
