@@ -187,10 +187,9 @@ class _Shapes(NamedTuple):
     @classmethod
     def take(cls, arguments: dict[str, Any], phase: str) -> _Shapes:
         """Removes the values from a command's arguments, and returns them."""
-        named = [arguments.pop(name) for name in cls._fields[:-1]]
-        return cls(
-            *named, ModelSizes(Phase(phase), *(arguments.pop(name) for name in ModelSizes._fields[1:]))
-        )
+        sizes = {name: arguments.pop(name) for name in ModelSizes._fields[1:]}
+        named = {name: arguments.pop(name) for name in cls._fields[:-1]}
+        return cls(**named, sizes=ModelSizes(Phase(phase), **sizes))
 
 
 def _with_problems(command: AnyCommand, others: Mapping[str, str] | None) -> AnyCommand:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -81,8 +81,9 @@ def make_inputs(problem: Problem, device: torch.device) -> Tensors:
     dtype = TORCH_DTYPES[problem.dtype]
     side = ExtraInputs(**usual_inputs(problem, problem.features, lengths.keys, dtype, device))
     table = make_table(problem, lengths, torch.Generator().manual_seed(SEED)) if problem.page_size else None
-    sequences = sequence_inputs(problem, lengths, table)
-    side = side._replace(**{name: tensor.to(device) for name, tensor in sequences.items()})
+    sequences = sequence_inputs(problem, lengths, table).items()
+    located: dict[str, Any] = {name: tensor.to(device) for name, tensor in sequences}
+    side = side._replace(**located)
     keys = key_shape(problem, lengths, table)
     rows = (1, lengths.total_q) if problem.packed else (problem.batch, problem.seqlen_q)
     tokens_first = bool(problem.packed or problem.page_size)

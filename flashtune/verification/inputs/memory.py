@@ -178,8 +178,8 @@ def _place_extra_inputs(
         copies["prefix"] = placing.integers(side.prefix, problem.seqlen_kv + OVER)
     for name, values in sequence_inputs(problem, lengths, table).items():
         # Cumulative lengths end with the number of rows.
-        hostile = {"seqlens_kv": problem.seqlen_kv + OVER, "block_table": -1}
-        copies[name] = placing.integers(values, hostile.get(name, int(values.flatten()[-1]) + OVER))
+        own = {"seqlens_kv": problem.seqlen_kv + OVER, "block_table": -1}
+        copies[name] = placing.integers(values, own.get(name, int(values.flatten()[-1]) + OVER))
     if side.block_counts is not None and side.block_indices is not None:
         for name, lists, hostile in (
             ("block_counts", side.block_counts, side.block_indices.shape[-1] + OVER),
