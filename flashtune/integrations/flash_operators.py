@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.kernel import POINTER_ALIGNMENT
-from flashtune.integrations.operator_overrides import ForwardOperator, Reading, is_marked, random_states
+from flashtune.integrations.operator_overrides import Reading, is_marked, random_states
 from flashtune.integrations.sdpa_operators import is_dense
 from flashtune.request.call import Call, Options
 from flashtune.request.request import Result
@@ -43,7 +43,18 @@ def has_known_results(name: str) -> bool:
     return forward is not None and any(one.name == "block_table" for one in forward.default._schema.arguments)
 
 
-class FlashForward(ForwardOperator):
+class ReadCalls:
+    """Forward operators of which each call is read, because packed sequences differ in each."""
+
+    flags = 2
+    has_options = True
+    is_packed = False
+
+    def inputs(self, *_: object) -> None:
+        """Returns nothing."""
+
+
+class FlashForward(ReadCalls):
     """`_flash_attention_forward`.
 
     Its arguments are query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal and
@@ -71,7 +82,7 @@ class FlashForward(ForwardOperator):
         return out, lse, *random_states(args[0], torch.uint64, 2), args[0].new_empty(0)
 
 
-class FlashForwardInto(ForwardOperator):
+class FlashForwardInto(ReadCalls):
     """`_flash_attention_forward_no_dropout_inplace`, which has the output as its first argument."""
 
     name = "_flash_attention_forward_no_dropout_inplace"
@@ -120,7 +131,7 @@ class FlashBackward:
         return _in_layout(gradients.dq, reading.call.options.layout), gradients.dk, gradients.dv
 
 
-class CudnnForward(ForwardOperator):
+class CudnnForward(ReadCalls):
     """`_cudnn_attention_forward` of packed and paged sequences.
 
     Its arguments are query, key, value, attn_bias, cum_seq_q, cum_seq_k, max_q, max_k, compute_log_sumexp,
@@ -151,7 +162,7 @@ class CudnnForward(ForwardOperator):
         )
 
 
-class CudnnForwardInto(ForwardOperator):
+class CudnnForwardInto(ReadCalls):
     """`_cudnn_attention_forward_no_dropout_inplace`.
 
     Its arguments are out, query, key, value, cum_seq_q, cum_seq_k, max_q, max_k and is_causal.
