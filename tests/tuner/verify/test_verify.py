@@ -281,25 +281,11 @@ def test_command_prints_json(table: Callable[..., Path]) -> None:
     assert report["results"][0]["receipt"]["worst_ratio"] == 0.6
 
 
-@pytest.mark.parametrize("options", [["--db", "nowhere.sqlite"], ["--table", "x.json", "--db", "y.sqlite"]])
-def test_nothing_to_verify_is_a_usage_error(options: list[str]) -> None:
-    result = CliRunner().invoke(main, ["verify", *options])
-    assert result.exit_code == 2
-    assert result.stderr.count("\n") == 1
-
-
 def test_interpreter_processes_require_triton_interpret() -> None:
     subject = record_checks._subject(make_record())
     assert not isinstance(subject, str)
     with pytest.raises(VerificationError, match="in its own process"):
         verify_jobs.check_interpreted(record_checks._task(subject))
-
-
-def test_writing_receipts_needs_the_gpu_of_the_table(tmp_path: Path) -> None:
-    done = CliRunner().invoke(main, ["verify", "--write", str(tmp_path / "table.json")])
-    assert done.exit_code == 2
-    assert "--write needs the table's GPU" in done.output
-    assert not (tmp_path / "table.json").exists()
 
 
 def test_slowest_interpreted_kernels_start_first(
