@@ -38,11 +38,16 @@ GOOD = Verdict(True, 0.6, 300, "", "NVIDIA H200", probes=tuple(EVERY_LEVEL))
 def make_record(seqlen: int = 512, **changes: Any) -> Record:
     problem = testing.problem("heads=4,kv_heads=2,seqlen=1,head_dim=64,dtype=bf16", seqlen=seqlen)
     versions = msgspec.structs.replace(current_versions(FAMILY.name), triton="3.6.0", driver="580.1")
-    fields = {"problem": problem, "config": CONFIG, "verdict": GOOD, "versions": versions} | changes
+    fields: dict[str, Any] = {
+        "problem": problem,
+        "config": CONFIG,
+        "verdict": GOOD,
+        "versions": versions,
+    } | changes
     return records.make_record(**fields)
 
 
-def only_result(record: Record, **options: bool) -> Result:
+def only_result(record: Record, **options: Any) -> Result:
     (result,) = verify_records([record], gpu=None, **options).results
     return result
 
