@@ -16,33 +16,10 @@ from flashtune.verification.gradients.reference import Chosen, expect_gradients
 from flashtune.verification.gradients.scores import BackwardCase
 from flashtune.verification.inputs.side_inputs import make_side
 from flashtune.verification.probes import Probe, make_values
+from tests.problems.kernel_cases import PLAIN_MASKS as MASKS
 from tests.problems.plain_masks import plain_attention
 from tests.verification.gradients.checking import a_problem, failures, found_at, refused
 from tests.verification.gradients.plain_kernel import Hooks, Scores, TwoTiles
-
-MASKS: dict[str, dict[str, Any]] = {
-    "window": {"window_left": 24},
-    "window of both sides": {"window_left": 7, "window_right": 12, "causal": Causal.NONE},
-    "window aligned top-left": {"window_left": 40, "causal": Causal.TOP_LEFT},
-    "first tokens": {"window_left": 20, "sink_tokens": 3},
-    "chunk": {"chunk": 32},
-    "chunk both ways": {"chunk": 24, "causal": Causal.NONE},
-    "prefix": {"prefix": True},
-    "prefix and window": {"prefix": True, "window_left": 16},
-    "softcap": {"softcap": True},
-    "alibi": {"alibi": True},
-    "alibi both ways": {"alibi": True, "causal": Causal.NONE},
-    "bias": {"bias": Bias.ADDITIVE, "causal": Causal.NONE},
-    "bias under a cap": {"bias": Bias.ADDITIVE, "softcap": True},
-    "mask": {"bias": Bias.BOOLEAN},
-    "sinks": {"sinks": True},
-    "sinks, cap, window": {"sinks": True, "softcap": True, "window_left": 20},
-    "packed": {"packed": 1000},
-    "packed both ways": {"packed": 1000, "causal": Causal.NONE},
-    "packed window": {"packed": 1000, "window_left": 12, "alibi": True},
-    "packed with lengths": {"packed": 1000, "kv_lengths": True},
-    "lengths": {"kv_lengths": True},
-}
 
 
 @pytest.mark.slow

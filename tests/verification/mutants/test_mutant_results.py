@@ -24,6 +24,12 @@ def a_run(**changes: Any) -> Run:
     return msgspec.structs.replace(run, **changes)
 
 
+@pytest.fixture(autouse=True)
+def few_mutants(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Renders only the mutants of the runs. Another test renders all."""
+    monkeypatch.setattr(pages, "_catalogue", lambda device: MUTANTS[:3])
+
+
 def damage(data: bytes) -> bytes:
     """A file with another byte behind what a header would be."""
     return data[:10] + b"\xff" + data[11:]
