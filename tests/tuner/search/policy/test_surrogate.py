@@ -4,7 +4,7 @@ import pytest
 
 from flashtune.tuner.candidates import Candidate, SearchTask
 from flashtune.tuner.search.surrogate import CandidateGrid, Surrogate
-from tests.tuner.search.fakes import FAMILY, a_config, by_tile
+from tests.tuner.search.fakes import FAMILY, a_config, a_space, by_tile
 
 
 @pytest.fixture
