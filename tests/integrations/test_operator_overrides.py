@@ -32,7 +32,7 @@ def served_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tensor]]:
 
     def kind_of(call: Call, *_: object) -> Entry | None:
         tensors = call.q, call.k, call.v, *call.side.tensors
-        return None if any(one.is_meta for one in tensors) else kind
+        return None if any(tensor.is_meta for tensor in tensors) else kind
 
     monkeypatch.setattr(deferred, "entry_of", kind_of)
     SESSION.forget()
@@ -47,12 +47,12 @@ def override_of(name: str) -> Kernel:
 @pytest.mark.parametrize("place", [1, 2, 3])
 def test_a_known_call_with_a_tensor_elsewhere_is_read_again(served: list[Tensor], place: int) -> None:
     override = override_of(CUDNN)
-    given: list[Any] = [torch.zeros(1, 2, 16, 16, dtype=torch.bfloat16) for _ in range(4)]
+    arguments: list[Any] = [torch.zeros(1, 2, 16, 16, dtype=torch.bfloat16) for _ in range(4)]
     for _ in range(2):
-        override(None, *given, False, 0.0, False, False)
+        override(None, *arguments, False, 0.0, False, False)
     assert len(served) == 2
-    given[place] = given[place].to("meta")
-    assert override(None, *given, False, 0.0, False, False) == "torch"
+    arguments[place] = arguments[place].to("meta")
+    assert override(None, *arguments, False, 0.0, False, False) == "torch"
     assert len(served) == 2
 
 
@@ -84,36 +84,36 @@ def test_results_of_flash_have_the_order_of_the_inputs(served: list[Tensor], ord
     assert reading is not None
     call = reading.call
     assert call.options.layout == order
-    assert all(one.is_contiguous() for one in (call.q, *backward.saved(arguments, reading)))
+    assert all(operand.is_contiguous() for operand in (call.q, *backward.saved(arguments, reading)))
     gradients = SimpleNamespace(dq=call.q, dk=call.k, dv=call.v)
-    found = backward.results(gradients, reading)  # type: ignore[arg-type]
-    for one, other in zip(found, (q, k, k), strict=True):
-        assert (one.shape, one.stride()) == (other.shape, other.stride())
+    results = backward.results(gradients, reading)  # type: ignore[arg-type]
+    for result, other in zip(results, (q, k, k), strict=True):
+        assert (result.shape, result.stride()) == (other.shape, other.stride())
 
 
 def test_a_refused_call_of_flash_refuses_no_other_kind(
     served: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     q = torch.zeros(1, 16, 4, 32, dtype=torch.bfloat16)
-    given = q, q, q, None, None, 16, 16, 0.0, True, False
+    arguments = q, q, q, None, None, 16, 16, 0.0, True, False
     override = forward_override(FlashForward(), lambda *_, **__: "torch")
-    usual = deferred.entry_of
+    entry_of = deferred.entry_of
 
     def kind_of(call: Call, *others: Any) -> Entry | None:
         refused = Entry(None, None)
         refused.is_refused, refused.count, refused.properties = True, None, ()
         is_refused = call.options.window_left is not None or torch.is_grad_enabled()
-        return refused if is_refused else usual(call, *others)
+        return refused if is_refused else entry_of(call, *others)
 
     monkeypatch.setattr(deferred, "entry_of", kind_of)
     for _ in range(2):
         with torch.enable_grad():
-            assert override(None, *given) == "torch"
+            assert override(None, *arguments) == "torch"
         with torch.no_grad():
-            assert override(None, *given, window_size_left=5) == "torch"
+            assert override(None, *arguments, window_size_left=5) == "torch"
     assert served == []
     with torch.no_grad():
-        override(None, *given)
+        override(None, *arguments)
     assert len(served) == 1
 
 
