@@ -20,6 +20,8 @@ from flashtune.core.session import SESSION, keep
 POLL_SECONDS = 0.02
 OPENED = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
+# The open lock files of `alone_with`.
+_lock_files: set[int] = set()
 # Results of `lock_fault`.
 _lock_faults: dict[Path, str | None] = SESSION.process_cache("lock faults")
 
@@ -31,12 +33,26 @@ def alone_with(path: Path, seconds: float) -> Iterator[None]:
     Waits up to `seconds` for another holder.
     """
     file = _held(path, time.monotonic() + seconds)
+    process = os.getpid()
+    _lock_files.add(file)
     try:
         yield
     finally:
-        # A forked child has the file open too, and would keep the lock.
-        fcntl.flock(file, fcntl.LOCK_UN)
+        # A child forked in the block does not release its parent's lock.
+        if os.getpid() == process:
+            _lock_files.remove(file)
+            fcntl.flock(file, fcntl.LOCK_UN)
+            os.close(file)
+
+
+def _close_lock_files() -> None:
+    """Closes the files that a forked child has open too. It would keep the locks after its parent's end."""
+    for file in _lock_files:
         os.close(file)
+    _lock_files.clear()
+
+
+os.register_at_fork(after_in_child=_close_lock_files)
 
 
 def _held(path: Path, until: float) -> int:

@@ -23,6 +23,7 @@ from flashtune.core.config import Config
 from flashtune.core.features.records import NUMBERS
 from flashtune.core.files import read_bounded
 from flashtune.core.kernel import Kernel
+from flashtune.core.layouts import Layout
 from flashtune.core.problem import Problem
 from flashtune.core.target import Target
 from flashtune.launch.compilation import compile_kernel, load_module
@@ -34,7 +35,6 @@ from flashtune.templates.registry import find_family
 from flashtune.tuner.execution.inputs import make_inputs
 from flashtune.tuner.workloads.models import forward_of
 from flashtune.verification.cases import Level
-from flashtune.verification.inputs.guarded_tensors import Layout
 from flashtune.verification.passes import planned_cases
 
 # Prefixes of the names of sections with code, constants and parameters. The others have debug information,

@@ -206,17 +206,6 @@ def test_compiled_sram_on_ampere_and_in_float32_matches_the_model() -> None:
         assert sum(item.bytes for item in items) <= binary.metadata.shared
 
 
-def test_defaults_are_in_the_space_and_fit() -> None:
-    for dtype, width in itertools.product((Dtype.BF16, Dtype.FP32), (64, 128, 256)):
-        for changes, target in itertools.product(ASKED.values(), (H100, A100, find_target("rtx-4090"))):
-            problem = a_problem(**changes, dtype=dtype, head_dim=width, value_head_dim=width)
-            if FAMILY.supports(problem, target) is None:
-                config = FAMILY.default(problem, target)
-                assert FAMILY.space(problem, target).contains(config)
-                items = FAMILY.sram_items(problem, config, target, Specialization())
-                assert sum(item.bytes for item in items) <= target.sram_per_block
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("page_size", [16, 128])
 @pytest.mark.parametrize(

@@ -139,24 +139,12 @@ class RowFigures(NamedTuple):
     steps: Tensor  # Common relative error of all probabilities in float32 roundoffs.
 
 
-def allowed_query_error(figures: RowFigures, problem: Problem) -> Tensor:
-    """Returns the tolerance of each row of dq, or of a bias's gradient."""
-    return _allowed(figures, problem, FACTOR, problem.dtype.stored)
-
-
-def allowed_key_error(figures: RowFigures, problem: Problem) -> Tensor:
-    """Returns the tolerance of each row of dk or of dv."""
-    factor = BF16_KEYS_FACTOR if problem.dtype is Dtype.BF16 else FACTOR
-    return _allowed(figures, problem, factor, problem.dtype.stored)
-
-
-def allowed_slope_error(figures: RowFigures, problem: Problem) -> Tensor:
-    """Returns the tolerance of the gradient of each slope, which is stored in float32."""
-    return _allowed(figures, problem, FACTOR, Dtype.FP32)
-
-
-def _allowed(figures: RowFigures, problem: Problem, factor: float, stored: Dtype) -> Tensor:
+def allowed_error(
+    figures: RowFigures, problem: Problem, *, factor: float = FACTOR, stored: Dtype | None = None
+) -> Tensor:
+    """Returns the tolerance of each row of a gradient. It is stored in the inputs' dtype, or in `stored`."""
     plain, typical, largest, terms, steps = figures
+    stored = stored or problem.dtype.stored
     adding = terms.sqrt()
     if not problem.dtype.is_float32:
         adding = adding + terms * (ROUNDOFFS_OF_A_STEP / 2 / PRODUCTS_OF_A_STEP)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flashtune.core.features.records import ExtraInputs
 from flashtune.core.problem import Problem
 from flashtune.verification.inputs.guarded_tensors import BITS
 from flashtune.verification.lengths import Lengths
@@ -91,6 +92,31 @@ def unused_entries(table: Table) -> tuple[int, ...]:
     return -1, pages, free[0] if free else pages
 
 
+def key_shape(
+    problem: Problem, lengths: Lengths, table: Table | None, *, spare: int = 0
+) -> tuple[int, int, int]:
+    """Returns the shape of keys without the head dim. A cache in pages has `spare` more pages."""
+    if table is not None:
+        return table.pages + spare, problem.kv_heads, problem.page_size
+    if problem.packed:
+        return 1, problem.kv_heads, max(1, sum(capacities(problem, lengths)))
+    return problem.batch, problem.kv_heads, problem.seqlen_kv
+
+
+def sequence_inputs(problem: Problem, lengths: Lengths, table: Table | None) -> dict[str, Tensor]:
+    """Returns the lengths and the block table as kernels take them, by name; int32 on the CPU."""
+    inputs: dict[str, Tensor] = {}
+    if problem.packed:
+        inputs["cu_seqlens_q"] = starts(lengths.queries)
+        if table is None:
+            inputs["cu_seqlens_kv"] = starts(capacities(problem, lengths))
+    if table is not None or problem.kv_lengths:
+        inputs["seqlens_kv"] = torch.tensor(lengths.keys, dtype=torch.int32)
+    if table is not None:
+        inputs["block_table"] = table.entries
+    return inputs
+
+
 def query_places(problem: Problem, lengths: Lengths) -> Places:
     """Returns the positions of queries and of output rows."""
     sequence, row = _tokens(lengths.queries)
@@ -99,16 +125,22 @@ def query_places(problem: Problem, lengths: Lengths) -> Places:
     return Places(sequence, row, torch.zeros_like(row), torch.arange(len(row)))
 
 
-def key_places(problem: Problem, lengths: Lengths, entries: Tensor | None) -> Places:
-    """Returns the positions of keys and values. `entries` is the block table on the CPU, if any."""
+def key_places(
+    problem: Problem, lengths: Lengths, entries: Tensor | None, first: Tensor | None = None
+) -> Places:
+    """Returns the positions of keys and values.
+
+    `entries` is the block table on the CPU, if any. `first` has the first row of each sequence of a varlen
+    batch, on the CPU. By default it follows from `capacities`.
+    """
     sequence, row = _tokens(lengths.keys)
     if entries is not None:
         page = entries[sequence, row // problem.page_size].to(torch.int64)
         return Places(sequence, row, page, row % problem.page_size)
     if not problem.packed:
         return Places(sequence, row, sequence, row)
-    first = starts(capacities(problem, lengths)).to(torch.int64)
-    return Places(sequence, row, torch.zeros_like(row), first[sequence] + row)
+    first = starts(capacities(problem, lengths)) if first is None else first
+    return Places(sequence, row, torch.zeros_like(row), first.to(torch.int64)[sequence] + row)
 
 
 def _tokens(lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -125,6 +157,47 @@ def put(memory: Tensor, dense: Tensor, places: Places) -> None:
     """
     there = places.to(memory.device)
     _rows(memory)[there.block, there.slot] = _rows(dense)[there.sequence, there.row]
+
+
+class SequenceLayout(NamedTuple):
+    """The positions of a problem's sequences in memory."""
+
+    problem: Problem  # The problem.
+    lengths: Lengths  # Lengths of its sequences.
+    queries_at: Places | None  # Positions of queries, None if tensors are padded already.
+    keys_at: Places | None  # Positions of keys, likewise.
+
+    def queries(self, memory: Tensor) -> Tensor:
+        """Returns rows of queries with zeros after each sequence, [batch, heads, seqlen_q, width]."""
+        return self._padded(memory, self.queries_at, self.problem.seqlen_q)
+
+    def keys(self, memory: Tensor) -> Tensor:
+        """Returns rows of keys with zeros after each sequence, [batch, kv_heads, seqlen_kv, width]."""
+        return self._padded(memory, self.keys_at, self.problem.seqlen_kv)
+
+    def inputs(
+        self, q: Tensor, k: Tensor, v: Tensor, side: ExtraInputs
+    ) -> tuple[Tensor, Tensor, Tensor, ExtraInputs]:
+        """Returns padded q, k and v, and the extra inputs with a scale for each key of a cache in pages."""
+        if self.problem.page_size:
+            side = side._replace(k_scale=self._of_keys(side.k_scale), v_scale=self._of_keys(side.v_scale))
+        return self.queries(q), self.keys(k), self.keys(v), side
+
+    def _of_keys(self, scale: Tensor | None) -> Tensor | None:
+        """Returns the scale of each key, [batch, kv_heads, seqlen_kv], of [pages, kv_heads]."""
+        if scale is None:
+            return None
+        of_slots = scale[:, :, None, None].expand(-1, -1, self.problem.page_size, 1)
+        return self.keys(of_slots)[..., 0]
+
+    def _padded(self, memory: Tensor, places: Places | None, rows: int) -> Tensor:
+        """Returns rows of sequences, [batch, heads, rows, width], of [blocks, heads, slots, width]."""
+        if places is None:
+            return memory
+        there = places.to(memory.device)
+        dense = memory.new_zeros(self.problem.batch, memory.shape[1], rows, memory.shape[3])
+        _rows(dense)[there.sequence, there.row] = _rows(memory)[there.block, there.slot]
+        return dense
 
 
 def _rows(tensor: Tensor) -> Tensor:

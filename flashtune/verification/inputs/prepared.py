@@ -18,7 +18,7 @@ from flashtune.core.problem import Bias
 from flashtune.request.quantization import E4M3, LARGEST
 from flashtune.verification.cases import Case, lengths_of
 from flashtune.verification.inputs.guarded_tensors import Guarded, checksum
-from flashtune.verification.inputs.memory import Dense, MemoryFrame, placed
+from flashtune.verification.inputs.memory import Dense, Memory, MemoryFrame, placed
 from flashtune.verification.inputs.placement import aside, excused, missing
 from flashtune.verification.inputs.side_inputs import make_side, store
 from flashtune.verification.lengths import Lengths
@@ -76,41 +76,29 @@ class CaseCache(Generic[Made]):
 
 
 class Prepared(NamedTuple):
-    """A case's tensors and reference.
+    """A case's tensors and reference."""
 
-    Attributes:
-        q, k, v: Inputs, each in poisoned surroundings.
-        extra_inputs: Extra input tensors, each in poisoned or hostile surroundings.
-        side: The extra inputs as a launch takes them.
-        out: The output.
-        lse: The log-sum-exp, [batch, heads, seqlen_q], or [1, heads, total_q] of a varlen batch.
-        lengths: Lengths of the sequences.
-        chosen: The compared rows.
-        expected: Their reference. Rows that a varlen sequence does not have may be anything.
-        checksum: Sums of the bits of all inputs.
-    """
-
-    q: Guarded
-    k: Guarded
-    v: Guarded
-    extra_inputs: tuple[Guarded, ...]
-    side: ExtraInputs
-    out: Guarded
-    lse: Guarded
-    lengths: Lengths
-    chosen: Sample
+    memory: Memory  # The tensors of a launch.
+    lengths: Lengths  # Lengths of the sequences.
+    chosen: Sample  # The compared rows.
+    # Their reference. Rows that a varlen sequence does not have may be anything.
     expected: Expected
-    checksum: Tensor
+    checksum: Tensor  # Sums of the bits of all inputs.
 
     @property
     def read(self) -> tuple[Guarded, ...]:
         """All tensors that the kernel reads."""
-        return self.q, self.k, self.v, *self.extra_inputs
+        return self.memory.read
 
     @property
     def written(self) -> dict[str, Guarded]:
         """All tensors that a kernel may write, by name."""
-        return {"out": self.out, "lse": self.lse}
+        return {"out": self.memory.out, "lse": self.memory.lse}
+
+    @property
+    def side(self) -> ExtraInputs:
+        """The extra inputs as a launch takes them."""
+        return self.memory.side
 
 
 def prepare(case: Case, alignment: Alignment, device: torch.device, seed: int) -> Prepared:
@@ -130,9 +118,7 @@ def prepare(case: Case, alignment: Alignment, device: torch.device, seed: int) -
     expected = expected._replace(
         allowed=excused(expected.allowed, absent), lse_allowed=excused(expected.lse_allowed, absent)
     )
-    lies = (memory.q, memory.k, memory.v, memory.extra_inputs, memory.side, memory.out, memory.lse)
-    inputs = checksum((memory.q, memory.k, memory.v, *memory.extra_inputs))
-    return Prepared(*lies, lengths, chosen, expected, inputs)
+    return Prepared(memory, lengths, chosen, expected, checksum(memory.read))
 
 
 def generator_of(case: Case, device: torch.device, seed: int) -> torch.Generator:

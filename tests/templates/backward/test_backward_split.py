@@ -1,7 +1,6 @@
 """Tests of the split backward family: configs, arguments and compiled kernels."""
 
 import functools
-import itertools
 import math
 from typing import Any
 
@@ -9,8 +8,8 @@ import pytest
 
 from flashtune import testing
 from flashtune.core.kernel import Alignment, Specialization
-from flashtune.core.problem import Bias, Causal, Direction, Dtype, Problem
-from flashtune.core.target import TARGETS, Target, find_target
+from flashtune.core.problem import Bias, Causal, Direction, Problem
+from flashtune.core.target import Target, find_target
 from flashtune.launch.compilation import compile_kernel
 from flashtune.templates.backward_split.space import SplitConfig, chunks_of
 from flashtune.templates.family import unsupported_reason
@@ -54,17 +53,6 @@ def usual(problem: Problem, target: Target) -> SplitConfig:
     config = FAMILY.default(problem, target)
     assert isinstance(config, SplitConfig)
     return config
-
-
-@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
-def test_default_tiles_are_in_the_space_and_fit(target: Target) -> None:
-    for dtype, width, changes in itertools.product(Dtype, (16, 64, 80, 128, 256), ASKED.values()):
-        problem = a_problem(**changes, dtype=dtype, head_dim=width, value_head_dim=width)
-        if FAMILY.supports(problem, target) is None:
-            config = usual(problem, target)
-            assert FAMILY.space(problem, target).contains(config)
-            assert modelled(problem, config, target) <= target.sram_per_block
-            assert FAMILY.tensor_memory_columns(problem, config, target) <= target.tensor_memory_columns
 
 
 def test_unsupported_problems() -> None:
