@@ -34,8 +34,8 @@ NAMES = (CUDNN, f"{CUDNN}_backward", EFFICIENT, f"{EFFICIENT}_backward", FLASH, 
 def originals(monkeypatch: pytest.MonkeyPatch) -> Iterator[Originals]:
     monkeypatch.setattr(integration, "KEY", "CPU")
     SESSION.forget()
-    with registered() as found:
-        yield found
+    with registered() as kernels:
+        yield kernels
         integration.deactivate()
 
 
@@ -264,12 +264,12 @@ def test_a_kernel_outlives_its_removal(originals: Originals, monkeypatch: pytest
         first = [*made]
     gc.collect()
     assert first
-    assert all(one() is not None for one in first)
+    assert all(reference() is not None for reference in first)
     for _ in range(2):
         with integration.activate():
             pass
     gc.collect()
-    assert all(one() is None for one in first)
+    assert all(reference() is None for reference in first)
 
 
 def test_disabled_is_for_one_thread(originals: Originals, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,8 +323,8 @@ def test_a_disabled_module_can_be_copied_and_saved(way: Callable[[torch.nn.Modul
     switch = integration.disable_for(module)
     other = way(module)
     switch.remove()
-    for one in (module, other):
-        one()
+    for layer in (module, other):
+        layer()
     assert (module.passed_on, other.passed_on) == ([False, False], [True, True])
     assert not operator_overrides.is_paused()
 
