@@ -19,10 +19,10 @@ from torch.nn.attention import _registry
 
 from flashtune import UsageError
 from flashtune.core.errors import MachineError
-from flashtune.core.session import SESSION
 from flashtune.integrations import operator_overrides
 from flashtune.integrations import torch as integration
-from flashtune.runtime import deferred
+from flashtune.runtime import session
+from flashtune.runtime.session import SESSION
 from tests.support.attention_operators import CUDNN, EFFICIENT, FLASH, Originals, registered
 
 pytestmark = pytest.mark.filterwarnings("error::flashtune.FlashtuneWarning")
@@ -34,8 +34,8 @@ NAMES = (CUDNN, f"{CUDNN}_backward", EFFICIENT, f"{EFFICIENT}_backward", FLASH, 
 def originals(monkeypatch: pytest.MonkeyPatch) -> Iterator[Originals]:
     monkeypatch.setattr(integration, "KEY", "CPU")
     SESSION.forget()
-    with registered() as found:
-        yield found
+    with registered() as kernels:
+        yield kernels
         integration.deactivate()
 
 
@@ -86,7 +86,7 @@ def test_activation_survives_a_failed_warm_up(originals: Originals, monkeypatch:
     def fail(_: str) -> None:
         raise MachineError("Triton has no ptxas")
 
-    monkeypatch.setattr(deferred, "current_versions", fail)
+    monkeypatch.setattr(session, "current_versions", fail)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         activation = integration.activate()
@@ -264,12 +264,12 @@ def test_a_kernel_outlives_its_removal(originals: Originals, monkeypatch: pytest
         first = [*made]
     gc.collect()
     assert first
-    assert all(one() is not None for one in first)
+    assert all(reference() is not None for reference in first)
     for _ in range(2):
         with integration.activate():
             pass
     gc.collect()
-    assert all(one() is None for one in first)
+    assert all(reference() is None for reference in first)
 
 
 def test_disabled_is_for_one_thread(originals: Originals, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,7 +278,7 @@ def test_disabled_is_for_one_thread(originals: Originals, monkeypatch: pytest.Mo
     def kind_of(*_: Any) -> None:
         asked.append(threading.current_thread().name)
 
-    monkeypatch.setattr(deferred, "entry_of", kind_of)
+    monkeypatch.setattr(SESSION, "entry", kind_of)
     q = torch.randn(1, 2, 4, 16)
     with integration.activate():
         with integration.disabled(), integration.disabled():
@@ -323,8 +323,8 @@ def test_a_disabled_module_can_be_copied_and_saved(way: Callable[[torch.nn.Modul
     switch = integration.disable_for(module)
     other = way(module)
     switch.remove()
-    for one in (module, other):
-        one()
+    for layer in (module, other):
+        layer()
     assert (module.passed_on, other.passed_on) == ([False, False], [True, True])
     assert not operator_overrides.is_paused()
 
@@ -419,13 +419,13 @@ def test_a_refused_call_is_not_read_again(originals: Originals, monkeypatch: pyt
     # Without the interpreter nothing is computed on the CPU, so that all calls are passed on.
     q = torch.randn(1, 2, 4, 16)
     reads = []
-    kind_of = deferred.entry_of
+    kind_of = SESSION.entry
 
     def counted(*args: Any) -> Any:
         reads.append(args)
         return kind_of(*args)
 
-    monkeypatch.setattr(deferred, "entry_of", counted)
+    monkeypatch.setattr(SESSION, "entry", counted)
     with integration.activate():
         for _ in range(3):
             attend(q)

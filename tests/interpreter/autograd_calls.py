@@ -10,8 +10,9 @@ from torch import Tensor
 
 import flashtune
 from flashtune import testing
-from flashtune.core.session import SESSION
+from flashtune.runtime.session import SESSION
 from tests.support.attention_operators import by_definition
+from tests.support.runtime import forget_all
 
 Triple = tuple[Tensor, Tensor, Tensor]
 HEADS, KV_HEADS = 4, 2
@@ -19,7 +20,7 @@ HEADS, KV_HEADS = 4, 2
 
 @pytest.fixture(autouse=True)
 def fresh_runtime() -> Iterator[None]:
-    SESSION.reset()
+    forget_all()
     torch._dynamo.reset()
     yield
     SESSION.forget()

@@ -10,8 +10,8 @@ from torch import Tensor
 
 import flashtune
 from flashtune.core.errors import ProblemError
-from flashtune.core.session import SESSION
 from flashtune.request.call import dense_call, paged_call
+from flashtune.runtime.session import SESSION, Session
 from tests.interpreter import feature_calls
 from tests.interpreter.autograd_calls import exact_gradients
 from tests.interpreter.feature_calls import HEADS, WIDTH, dense, packed
@@ -60,7 +60,7 @@ def test_plan_with_a_shared_prefix_caches_its_executors(monkeypatch: pytest.Monk
     out, lse = plan(q, *cache)
     agrees(paged_call(q, *cache, scale=-0.2, return_lse=True), (out, lse))
     SESSION.forget()
-    monkeypatch.delattr("flashtune.runtime.call_cache.remembered")
+    monkeypatch.delattr(Session, "prepared")
     assert torch.equal(plan(q, *cache)[0], out)
 
 

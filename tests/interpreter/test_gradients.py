@@ -15,7 +15,8 @@ from flashtune.core.notices import FlashtuneWarning
 from flashtune.dispatch.decision import Decision
 from flashtune.launch import binding
 from flashtune.runtime import backward_executors, prepare
-from flashtune.runtime.kernel_fallback import Pass, prepared
+from flashtune.runtime.passes import Pass
+from flashtune.runtime.prepare import prepared
 from tests.interpreter import autograd_calls
 from tests.interpreter.autograd_calls import (
     HEADS,
@@ -179,7 +180,7 @@ def test_rows_outside_of_sequences_do_not_contribute_to_sinks() -> None:
 
 def without_backward_kernels(decision: Decision, pass_: Pass[Any]) -> Any:
     """`prepared` where backward kernels do not compile."""
-    if pass_.key().problem.is_backward:
+    if pass_.key.problem.is_backward:
         raise KernelError("PTXASError: out of registers")
     return prepared(decision, pass_)
 

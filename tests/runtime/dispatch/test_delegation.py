@@ -77,7 +77,7 @@ def test_copies_of_unaligned_tensors_take_time_and_unaligned_biases_have_no_defa
         count = math.prod(shape)
         return torch.randn(count + 1, dtype=torch.bfloat16)[moved : moved + count].view(shape)
 
-    q, k, v, bias = (made((1, 2, 16, 16), one == index) for one in range(4))
+    q, k, v, bias = (made((1, 2, 16, 16), position == index) for position in range(4))
     problem = read_call(dense_call(q, k, v)).problem
     assert (default_backend(q, k, v, problem, bias) is None) == (index == 3)
     assert default_backend(q, k, v, problem) == default_backend(q.clone(), k.clone(), v.clone(), problem)
@@ -104,9 +104,9 @@ def test_sdpa_gets_copies_of_unaligned_views_and_of_shared_heads_in_float32() ->
         (torch.float32, 68, False),
     ):
         q, k = sliced(width, 4, dtype), sliced(32, 2, dtype)
-        found = readable(q, k, k, shares_heads(q, k, k, None))
-        assert (found[0].data_ptr() != q.data_ptr()) == copied
-        assert [tensor.shape[1] for tensor in found[1:]] == ([2, 2] if dtype is torch.bfloat16 else [4, 4])
+        copies = readable(q, k, k, shares_heads(q, k, k, None))
+        assert (copies[0].data_ptr() != q.data_ptr()) == copied
+        assert [tensor.shape[1] for tensor in copies[1:]] == ([2, 2] if dtype is torch.bfloat16 else [4, 4])
 
 
 @pytest.mark.parametrize(

@@ -21,13 +21,11 @@ from flashtune.dispatch import masked_sdpa
 from flashtune.dispatch.masked_sdpa import additive_mask, chosen_backend, masked_attention, refusal
 from flashtune.request.call import dense_call
 from flashtune.request.read_call import read_call
-from flashtune.runtime import passes
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from flashtune.tuner.tables import hub_dispatcher
-from tests.runtime.conftest import TARGET
 from tests.support.attention_operators import by_definition
-from tests.support.machine import Machine, tuned
+from tests.support.machine import TARGET, Machine, tuned
 
 Make = Callable[..., Record]
 LENGTHS = [(7, 7), (5, 9), (9, 5), (1, 6)]
@@ -113,7 +111,7 @@ def biased(problem: Problem) -> Problem:
 
 
 @pytest.fixture
-def launches(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def launches(machine: Machine) -> list[str]:
     """Families whose kernels were launched; they write ones."""
     found: list[str] = []
 
@@ -124,7 +122,7 @@ def launches(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return launch
 
-    monkeypatch.setattr(passes, "bind", bind)
+    machine.launch = bind
     return found
 
 
@@ -404,7 +402,7 @@ def test_sdpa_check_runs_on_the_serving_backend(
     make_record: Make,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(masked_sdpa, "chosen_backend", lambda *_: "sdpa-efficient")
+    machine.usual_of_trials = "sdpa-efficient"
     tuned(machine, masked_record(make_record, biased, sdpa_cudnn=0.3))
     given, options = call_of(biased)
     with pytest.warns(FlashtuneWarning, match="picks sdpa-efficient for the trial .* in place of sdpa-cudnn"):

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import flashtune
 from flashtune.core.arguments import read_count, shown
 from flashtune.core.errors import ProblemError, UsageError
-from flashtune.core.session import SESSION
+from flashtune.runtime.session import SESSION
 from tests.problems.features import KEYS, QUERIES, paged, starts
 
 HUGE = 10**5000

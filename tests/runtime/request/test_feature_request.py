@@ -36,8 +36,8 @@ def cache(*shape: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tens
     return pages, pages, torch.zeros(3, 5, dtype=INT), torch.zeros(3, dtype=INT)
 
 
-def pages(q: Tensor, *given: Any, **options: Any) -> Any:
-    return read_call(paged_call(q, *(given or cache()), return_lse=True, **options))
+def pages(q: Tensor, *operands: Any, **options: Any) -> Any:
+    return read_call(paged_call(q, *(operands or cache()), return_lse=True, **options))
 
 
 def test_masks() -> None:
@@ -96,17 +96,17 @@ def test_pages() -> None:
 )
 def test_quantised_caches(shape: tuple[int, ...], kind: KvScale) -> None:
     scales = {"k_scale": torch.ones(shape), "v_scale": torch.ones(1)}
-    given = cache(9, 16, 2, 32, dtype=torch.float8_e4m3fn)
-    problem = pages(torch.zeros(3, 4, 32), *given, **scales).problem
+    operands = cache(9, 16, 2, 32, dtype=torch.float8_e4m3fn)
+    problem = pages(torch.zeros(3, 4, 32), *operands, **scales).problem
     assert (problem.kv_dtype, problem.kv_scale) == (KvDtype.E4M3, kind)
 
 
 def test_expanded_page_scales_are_head_scales() -> None:
     shared = {name: torch.ones(2).expand(9, 2) for name in ("k_scale", "v_scale")}
-    given = cache(9, 16, 2, 32, dtype=torch.int8)
-    assert pages(torch.zeros(3, 4, 32), *given, **shared).problem.kv_scale is KvScale.HEAD
+    operands = cache(9, 16, 2, 32, dtype=torch.int8)
+    assert pages(torch.zeros(3, 4, 32), *operands, **shared).problem.kv_scale is KvScale.HEAD
     mixed = {**shared, "v_scale": torch.ones(9, 2)}
-    assert pages(torch.zeros(3, 4, 32), *given, **mixed).problem.kv_scale is KvScale.PAGE
+    assert pages(torch.zeros(3, 4, 32), *operands, **mixed).problem.kv_scale is KvScale.PAGE
 
 
 TOKEN = torch.zeros(3, 4, 32)
