@@ -1,7 +1,5 @@
 """Names the module of `flashtune.integrations` for which a thread calls, for explanations."""
 
-from __future__ import annotations
-
 import functools
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Tests of the caches of a process."""
 
-from __future__ import annotations
-
 from flashtune.core.caches import ProcessCaches, keep
 
 
