@@ -1,9 +1,10 @@
+import msgspec
 import numpy as np
 import pytest
 
 from flashtune.tuner.candidates import Candidate, SearchTask
 from flashtune.tuner.search.surrogate import CandidateGrid, Surrogate
-from tests.tuner.search.fakes import FAMILY, a_config, by_tile
+from tests.tuner.search.fakes import FAMILY, a_config, a_space, by_tile
 
 
 @pytest.fixture
@@ -26,10 +27,6 @@ def test_steps_count_the_axes_that_differ(pool: CandidateGrid) -> None:
 
 
 def test_neighbours_on_a_long_axis_are_nearer_than_its_ends(scope: SearchTask) -> None:
-    import msgspec
-
-    from tests.tuner.search.fakes import a_space
-
     space = msgspec.structs.replace(scope.spaces[0], space=a_space(block_ms=(16, 32, 64, 128, 256)))
     wide = msgspec.structs.replace(scope, spaces=(space,))
     pool = CandidateGrid(wide, tuple(wide.candidates()))
