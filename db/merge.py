@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
-from sqlalchemy import select
+from sqlalchemy import Connection, Table, select
 
 from flashtune.core.errors import TableError
 from flashtune.db.codec import decode_check, raw_bytes
@@ -33,8 +33,6 @@ from flashtune.db.schema import CHECKS, FALLBACKS, SELECTIONS
 from flashtune.db.stored_rows import StoredRecord, readable, stored_text
 
 if TYPE_CHECKING:
-    from sqlalchemy import Connection, Table
-
     from flashtune.core.record import Record
     from flashtune.db.queries import AnyRow
     from flashtune.db.table import TunedTable

@@ -10,21 +10,29 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from sqlalchemy import Integer, Table, Text, delete, literal_column, select
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Integer,
+    Label,
+    Row,
+    Select,
+    Table,
+    Text,
+    delete,
+    literal_column,
+    select,
+)
 
 from flashtune.core.record import Record
-from flashtune.db.codec import encode_check, encode_record, fingerprint
+from flashtune.db.codec import Check, encode_check, encode_record, fingerprint
 from flashtune.db.eligibility import is_better_selection, serves_any_tensors
 from flashtune.db.limits import bounded
 from flashtune.db.schema import CHECKS, FALLBACKS, RECORDS, SELECTIONS
 from flashtune.db.stored_rows import StoredRecord, readable
 
 if TYPE_CHECKING:
-    from sqlalchemy import ColumnElement, Connection, Label, Row, Select
     from sqlalchemy.dialects import postgresql, sqlite
-
-    from flashtune.core.record import Record
-    from flashtune.db.codec import Check
 
     Upsert = sqlite.Insert | postgresql.Insert
     AnyRow = Row[*tuple[Any, ...],]
@@ -140,11 +148,8 @@ def _row_key(connection: Connection, table: Table) -> ColumnElement[Any]:
 def select_chosen(table: Table, target: str | None = None) -> Select[*tuple[Any, ...]]:
     """Returns a query for the records that a table names, with the time of their selection.
 
-    Rows are in the order of targets and problems.
-
-    Args:
-        table: `SELECTIONS` or `FALLBACKS`.
-        target: A GPU's name, None for all.
+    Rows are in the order of targets and problems. `table` is `SELECTIONS` or `FALLBACKS`. `target` is a GPU's
+    name, or None for all.
     """
     query = (
         select(

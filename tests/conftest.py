@@ -1,5 +1,6 @@
 """Fixtures of all tests: they isolate the user's files, and skip GPU tests without a GPU."""
 
+import gc
 import os
 import sys
 from collections.abc import Callable
@@ -17,6 +18,9 @@ os.environ.pop("COLUMNS", None)
 import torch
 
 from tests.support import families, fuzzing, sampling, times
+
+# Imports and collected tests are not garbage, and searching them takes half of the time of parsing a kernel.
+gc.disable()
 
 # benchmarks and scripts are not installed. The root comes last, so that an installed package is found first.
 sys.path.append(str(Path(__file__).parents[1]))
@@ -64,6 +68,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for name, skip in missing.items():
             if item.get_closest_marker(name):
                 item.add_marker(skip)
+
+
+def pytest_collection_finish() -> None:
+    """Collects garbage of tests only."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 20)
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)

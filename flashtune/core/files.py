@@ -145,12 +145,9 @@ def _read(path: Path, most: int, flags: int) -> tuple[bytes, os.stat_result]:
 def replace_file(path: Path, content: bytes, mode: int | None = None) -> None:
     """Replaces a file atomically: on an error, the old content stays. Creates a missing file.
 
-    A link, pipe or device is replaced and not followed. By default, a replaced file keeps its mode.
-
-    Args:
-        path: The file. Its folder exists.
-        content: The new content.
-        mode: The file's mode, less that of the umask. By default, all may read and write a new file.
+    A link, pipe or device is replaced and not followed. By default, a replaced file keeps its mode. The
+    folder exists. `mode` is the file's mode, less that of the umask; without it, all may read and write a new
+    file.
     """
     # No other process can have made a file or link of this random name.
     fresh = path.with_name(f".flashtune-{secrets.token_hex(8)}")

@@ -9,23 +9,18 @@ Since torch 2.14, `varlen` prefers the operators of cuDNN on Hopper. They have t
 operators of `sdpa_operators` call them too. Those calls are passed on at once.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.kernel import POINTER_ALIGNMENT
 from flashtune.integrations.operator_overrides import Reading, is_marked, random_states
 from flashtune.integrations.sdpa_operators import is_dense
 from flashtune.request.call import Call, Options
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from flashtune.request.request import Result
-    from flashtune.runtime.gradients import Gradients
+from flashtune.request.request import Result
+from flashtune.runtime.gradients import Gradients
 
 # The backend's name in records, which have no times of packed and paged sequences.
 USUAL = "sdpa-flash"

@@ -11,27 +11,23 @@ import sys
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from flashtune.core.arguments import MAX_FLOAT32
+from flashtune.core.features.records import ExtraInputs
 from flashtune.core.notices import warn_once
 from flashtune.core.session import SESSION, keep
 from flashtune.launch.launcher import current_device
 from flashtune.launch.workspaces import allocator
 from flashtune.recording.recorder import recording
+from flashtune.request.call import Call, Options
+from flashtune.request.request import Executor, Result
 from flashtune.runtime import deferred
-from flashtune.runtime.gradients import BackwardInputs
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from flashtune.core.features.records import ExtraInputs
-    from flashtune.request.call import Call, Options
-    from flashtune.request.request import Executor, Result
-    from flashtune.runtime.deferred import Passes
-    from flashtune.runtime.gradients import Gradients
+from flashtune.runtime.deferred import Passes
+from flashtune.runtime.gradients import BackwardInputs, Gradients
 
 # The first word in the names of the caches here.
 OWNER = "torch"

@@ -20,20 +20,25 @@ from tests.gpu.random.random_problems import DRAWN
 from tests.problems.decode import FAMILY, LATENT, a_problem
 
 # Draws of a problem for each family and GPU; a family may not compute some of them.
-DRAWS = 400
-WIDTHS = (16, 40, 64, 96, 128, 160, 192, 256)
+DRAWS = 1000
+# Common ones, and all that kernels take.
+WIDTHS = (*(64, 128, 256) * 4, *range(16, 257, 8))
 LATENT_WIDTHS = ((96, 64), (320, 256), (544, 512), (576, 512), (640, 512))
 GROUPS = (1, 2, 4, 5, 8, 16, 64, 128)
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.short_name)
 @pytest.mark.parametrize("family", families(), ids=lambda family: family.name)
 def test_defaults_are_in_the_space_and_fit(family: Family, target: Target) -> None:
     for problem in problems_of(family, target):
         config = family.default(problem, target)
-        assert family.space(problem, target).contains(config), (problem.key, config.label())
+        space = family.space(problem, target)
+        assert space.contains(config), (problem.key, config.label())
+        variants = list(family.schedule_variants(problem, config, target))
+        assert all(space.contains(variant) for variant in variants), (problem.key, config.label())
+        columns = family.tensor_memory_columns(problem, config, target)
+        assert columns <= target.tensor_memory_columns, (problem.key, config.label())
         items = family.sram_items(problem, config, target, Specialization())
         bytes_ = sum(item.bytes for item in items)
         if isinstance(config, DecodeConfig):
@@ -52,7 +57,7 @@ def problems_of(family: Family, target: Target) -> Iterator[Problem]:
 
 
 def draw_problem(chance: random.Random, family: Family) -> Problem | None:
-    """A problem with up to two features of a family; None if they exclude each other."""
+    """Returns a problem with up to two features of a family, or None if they exclude each other."""
     supported = sorted(family.features & DRAWN.keys())
     asked = chance.sample(supported, min(len(supported), chance.randrange(3)))
     if Feature.MLA in asked:

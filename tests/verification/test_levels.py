@@ -140,5 +140,7 @@ def test_check_uses_the_problems_of_its_level(
     kernel = render(family, problem, config, Specialization())
     planned = {case for case, _ in passes.planned_cases(kernel, problem, config, level, 0)}
     small = companions(problem, config, level, reduced=reduced)
-    assert planned >= set(small)
+    # An interpreter launches each of them once.
+    once = {"repeats": 1} if reduced else {}
+    assert planned >= {msgspec.structs.replace(case, **once) for case in small}
     assert any(has_third_tiles(family, config, case) for case in small)

@@ -6,21 +6,48 @@ from typing import Any
 import pytest
 
 from flashtune.core.kernel import Specialization
-from flashtune.core.problem import Causal
+from flashtune.core.problem import Causal, Problem
 from flashtune.launch.compilation import compile_kernel
 from flashtune.templates.rendering import render
 from flashtune.tuner.binary.resources import read_parts
 from tests.problems.hopper_backward import FAMILY, H200, PLAIN, a_problem, kernel_of
 
+CAUSAL: tuple[dict[str, Any], ...] = ({}, {"causal": Causal.BOTTOM_RIGHT})
+ORDERED: tuple[dict[str, Any], ...] = ({}, {"deterministic": True})
+FEATURES: tuple[dict[str, Any], ...] = (
+    {"causal": Causal.BOTTOM_RIGHT, "window_left": 1023},
+    {"window_left": 512, "window_right": 511, "packed": 1},
+    {"causal": Causal.BOTTOM_RIGHT, "softcap": True},
+    {"causal": Causal.BOTTOM_RIGHT, "softcap": True, "packed": 1, "sinks": True},
+    {"packed": 1},
+)
+# Problems, whether the log-sum-exp has a gradient, and the bytes that may be spilled.
+COMPILED = [
+    *(
+        (a_problem(dim, **a, **b), True, 16)
+        for dim in (64, 96, 128, 192, 256)
+        for a in CAUSAL
+        for b in ORDERED
+    ),
+    *(
+        (a_problem(dim, **a, dropout=True), False, 64 if dim == 64 else 16)
+        for dim in (64, 96, 128)
+        for a in CAUSAL
+    ),
+    *(
+        (a_problem(dim, **a, **b), False, 40 if dim == 256 else 32)
+        for dim in (64, 128, 256)
+        for a in FEATURES
+        for b in ORDERED
+    ),
+]
+
 
 @pytest.mark.slow
-@pytest.mark.sampled
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
-@pytest.mark.parametrize("causal", [Causal.NONE, Causal.BOTTOM_RIGHT])
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_default_config_has_asynchronous_wgmma(head_dim: int, causal: Causal, deterministic: bool) -> None:
-    problem = a_problem(head_dim, causal=causal, deterministic=deterministic)
-    kernel = kernel_of(problem, Specialization(lse=True))
+@pytest.mark.sampled(every=3)
+@pytest.mark.parametrize(("problem", "lse", "spilled"), COMPILED, ids=lambda case: getattr(case, "key", case))
+def test_default_config_has_asynchronous_wgmma(problem: Problem, lse: bool, spilled: int) -> None:
+    kernel = kernel_of(problem, Specialization(lse=lse))
     main, prologue, epilogue = (part.resources for part in read_parts(kernel, H200))
     model = sum(item.bytes for item in FAMILY.sram_items(problem, FAMILY.default(problem, H200), H200, PLAIN))
     # The compiler adds the exchange between roles and aligns what it allocates.
@@ -29,50 +56,8 @@ def test_default_config_has_asynchronous_wgmma(head_dim: int, causal: Causal, de
     # Two groups of four warps; the producer's warp, and those that keep the order, are rounded up to four.
     assert main.warps == 12
     assert not main.serialized_wgmma
-    assert main.spill_bytes <= 16
+    assert main.spill_bytes <= spilled
     assert prologue.spill_bytes == epilogue.spill_bytes == 0
-
-
-@pytest.mark.slow
-@pytest.mark.sampled
-@pytest.mark.parametrize("head_dim", [64, 96, 128])
-@pytest.mark.parametrize("causal", [Causal.NONE, Causal.BOTTOM_RIGHT])
-def test_dropout_keeps_wgmma_asynchronous(head_dim: int, causal: Causal) -> None:
-    problem = a_problem(head_dim, causal=causal, dropout=True)
-    main, prologue, _ = (part.resources for part in read_parts(kernel_of(problem), H200))
-    model = sum(item.bytes for item in FAMILY.sram_items(problem, FAMILY.default(problem, H200), H200, PLAIN))
-    assert 0 <= main.sram_bytes - model <= 1024
-    assert not main.serialized_wgmma
-    assert main.spill_bytes <= (64 if head_dim == 64 else 16)
-    assert prologue.spill_bytes == 0
-
-
-@pytest.mark.slow
-@pytest.mark.sampled
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize(
-    "features",
-    [
-        {"causal": Causal.BOTTOM_RIGHT, "window_left": 1023},
-        {"window_left": 512, "window_right": 511, "packed": 1},
-        {"causal": Causal.BOTTOM_RIGHT, "softcap": True},
-        {"causal": Causal.BOTTOM_RIGHT, "softcap": True, "packed": 1, "sinks": True},
-        {"packed": 1},
-    ],
-    ids=["window", "packed window", "softcap", "packed softcap", "packed full"],
-)
-def test_features_keep_wgmma_asynchronous(
-    head_dim: int, deterministic: bool, features: dict[str, Any]
-) -> None:
-    problem = a_problem(head_dim, deterministic=deterministic, **features)
-    parts = [part.resources for part in read_parts(kernel_of(problem), H200)]
-    model = sum(item.bytes for item in FAMILY.sram_items(problem, FAMILY.default(problem, H200), H200, PLAIN))
-    assert 0 <= parts[0].sram_bytes - model <= 1024
-    assert parts[0].sram_bytes <= H200.sram_per_block
-    assert not parts[0].serialized_wgmma
-    assert parts[0].spill_bytes <= (40 if head_dim == 256 else 32)
-    assert [part.spill_bytes for part in parts[1:]] == [0, 0]
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """Tests of the split backward family: configs, arguments and compiled kernels."""
 
 import functools
-import itertools
 import math
 from typing import Any
 
@@ -9,10 +8,11 @@ import pytest
 
 from flashtune import testing
 from flashtune.core.kernel import Alignment, Specialization
-from flashtune.core.problem import Bias, Causal, Direction, Dtype, Problem
-from flashtune.core.target import TARGETS, Target, find_target
+from flashtune.core.problem import Bias, Causal, Direction, Problem
+from flashtune.core.target import Target, find_target
 from flashtune.launch.compilation import compile_kernel
-from flashtune.templates.backward_split.space import SplitConfig, chunks_of
+from flashtune.templates.backward_split.space import SplitConfig
+from flashtune.templates.common.model.sram import backward_chunks
 from flashtune.templates.family import unsupported_reason
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
@@ -56,17 +56,6 @@ def usual(problem: Problem, target: Target) -> SplitConfig:
     return config
 
 
-@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
-def test_default_tiles_are_in_the_space_and_fit(target: Target) -> None:
-    for dtype, width, changes in itertools.product(Dtype, (16, 64, 80, 128, 256), ASKED.values()):
-        problem = a_problem(**changes, dtype=dtype, head_dim=width, value_head_dim=width)
-        if FAMILY.supports(problem, target) is None:
-            config = usual(problem, target)
-            assert FAMILY.space(problem, target).contains(config)
-            assert modelled(problem, config, target) <= target.sram_per_block
-            assert FAMILY.tensor_memory_columns(problem, config, target) <= target.tensor_memory_columns
-
-
 def test_unsupported_problems() -> None:
     assert unsupported_reason(FAMILY, a_problem(direction=Direction.FORWARD), H100, PLAIN) is not None
     assert unsupported_reason(FAMILY, a_problem(page_size=16), H100, PLAIN) is not None
@@ -79,7 +68,11 @@ def test_tiles_of_16_bits_are_at_least_64_wide() -> None:
     problem = a_problem(head_dim=40, value_head_dim=32)
     for config in FAMILY.space(problem, H100).configs():
         assert isinstance(config, SplitConfig)
-        assert all(chunk.width >= 64 for chunks in chunks_of(problem, config) for chunk in chunks)
+        assert all(
+            chunk.width >= 64
+            for chunks in backward_chunks(problem, config.split_head_dim)
+            for chunk in chunks
+        )
 
 
 def test_sinks_change_nothing() -> None:

@@ -92,32 +92,6 @@ def test_defaults_of_pages(changes: dict[str, Any], tile: tuple[int, int, int, i
     assert (config.block_n, config.num_warps, config.num_stages, config.num_splits) == tile
 
 
-@pytest.mark.parametrize("target", ["h200", "a100", "l40s", "b200", "mi300x"])
-@pytest.mark.parametrize("widths", [(64, 64), (128, 128), (96, 80), (256, 256), (576, 512)])
-@pytest.mark.parametrize("dtype", [Dtype.BF16, Dtype.FP32])
-def test_defaults_fit(target: str, widths: tuple[int, int], dtype: Dtype) -> None:
-    gpu = find_target(target)
-    latent = widths[0] > 256
-    problem = a_problem(dtype=dtype, head_dim=widths[0], value_head_dim=widths[1], mla=latent)
-    config = FAMILY.default(problem, gpu)
-    assert FAMILY.space(problem, gpu).contains(config)
-    items = FAMILY.sram_items(problem, config, gpu, Specialization())
-    assert sum(item.bytes for item in items) <= gpu.sram_per_block
-
-
-@pytest.mark.parametrize("target", ["h200", "a100", "l40s", "b200"])
-@pytest.mark.parametrize("width", [80, 160, 192, 256])
-@pytest.mark.parametrize("heads", [16, 64, 256])
-@pytest.mark.parametrize("cache", [{"page_size": 16}, {"kv_dtype": KvDtype.INT8}])
-def test_defaults_of_many_heads_fit(target: str, width: int, heads: int, cache: dict[str, Any]) -> None:
-    gpu = find_target(target)
-    problem = a_problem(head_dim=width, value_head_dim=width, heads=heads, kv_heads=2, **cache)
-    config = FAMILY.default(problem, gpu)
-    assert FAMILY.space(problem, gpu).contains(config)
-    items = FAMILY.sram_items(problem, config, gpu, Specialization())
-    assert sum(item.bytes for item in items) <= gpu.sram_per_block
-
-
 def test_other_splits_are_in_the_space_and_differ_in_makespan() -> None:
     problem = a_problem()
     space = FAMILY.space(problem, H200)

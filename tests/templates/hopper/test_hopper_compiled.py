@@ -16,119 +16,82 @@ from flashtune.templates.rendering import render
 from flashtune.tuner.binary.resources import read_resources
 from tests.problems.hopper import FAMILY, H200, PLAIN, a_config, a_problem, sram_bytes
 
-# A problem, changes of its default config, and whether the log-sum-exp is written.
+E4M3, INT8 = KvDtype.E4M3, KvDtype.INT8
+CAUSAL: dict[str, Any] = {"causal": Causal.BOTTOM_RIGHT}
+BY_PAGE: dict[str, Any] = {"kv_scale": KvScale.PAGE}
+
+
+def case(problem: Problem, lse: bool, **changes: Any) -> tuple[Problem, dict[str, Any], bool]:
+    """Returns a problem, changes of its default config, and whether the log-sum-exp is written."""
+    return problem, changes, lse
+
+
 COMPILED = {
-    "d128 causal": (a_problem(128, causal=Causal.BOTTOM_RIGHT), {}, False),
-    "d64 in three groups": (a_problem(64), {}, True),
-    "d64 packed": (
-        a_problem(64, kv_heads=2),
-        {"pack_gqa": 4, "num_consumer_groups": 1, "ping_pong": False},
-        True,
+    "d128 causal": case(a_problem(128, **CAUSAL), False),
+    "d64 in three groups": case(a_problem(64), True),
+    "d64 packed": case(a_problem(64, kv_heads=2), True, pack_gqa=4, num_consumer_groups=1, ping_pong=False),
+    "d96 split_head_dim": case(a_problem(96, causal=Causal.TOP_LEFT), True),
+    "d96 padded": case(a_problem(96), False, split_head_dim=False, q_stages=1),
+    "d192, 128": case(a_problem(192, 128, dtype=Dtype.FP16), False),
+    "d256 split_epilogue": case(a_problem(256), False),
+    "e4m3": case(a_problem(128, dtype=Dtype.E4M3), True),
+    "d128, window": case(a_problem(128, **CAUSAL, window_left=1024), True),
+    "d64, window on both sides": case(a_problem(64, window_left=256, window_right=100), True),
+    "e4m3, window": case(a_problem(128, dtype=Dtype.E4M3, causal=Causal.TOP_LEFT, window_left=500), False),
+    "d128, packed sequences": case(a_problem(128, **CAUSAL, kv_heads=2, packed=1), True),
+    "d96, packed sequences and window": case(a_problem(96, packed=1, window_left=100), False),
+    "d256, packed sequences": case(a_problem(256, causal=Causal.TOP_LEFT, packed=1), True),
+    "d128, pages of 16": case(a_problem(128, **CAUSAL, kv_heads=2, packed=1, page_size=16), True),
+    "d256, pages of 64": case(a_problem(256, **CAUSAL, packed=1, page_size=64), False),
+    "d64, one group, pages of 16": case(
+        a_problem(64, kv_heads=2, page_size=16), True, num_consumer_groups=1, ping_pong=False, pack_gqa=4
     ),
-    "d96 split_head_dim": (a_problem(96, causal=Causal.TOP_LEFT), {}, True),
-    "d96 padded": (a_problem(96), {"split_head_dim": False, "q_stages": 1}, False),
-    "d192, 128": (a_problem(192, 128, dtype=Dtype.FP16), {}, False),
-    "d256 split_epilogue": (a_problem(256), {}, False),
-    "e4m3": (a_problem(128, dtype=Dtype.E4M3), {}, True),
-    "d128, window": (a_problem(128, causal=Causal.BOTTOM_RIGHT, window_left=1024), {}, True),
-    "d64, window on both sides": (a_problem(64, window_left=256, window_right=100), {}, True),
-    "e4m3, window": (a_problem(128, dtype=Dtype.E4M3, causal=Causal.TOP_LEFT, window_left=500), {}, False),
-    "d128, packed sequences": (a_problem(128, causal=Causal.BOTTOM_RIGHT, kv_heads=2, packed=1), {}, True),
-    "d96, packed sequences and window": (a_problem(96, packed=1, window_left=100), {}, False),
-    "d256, packed sequences": (a_problem(256, causal=Causal.TOP_LEFT, packed=1), {}, True),
-    "d128, pages of 16": (
-        a_problem(128, causal=Causal.BOTTOM_RIGHT, kv_heads=2, packed=1, page_size=16),
-        {},
-        True,
+    "d128, pages of 16 in e4m3": case(a_problem(128, **CAUSAL, packed=1, page_size=16, kv_dtype=E4M3), True),
+    "d128, pages of 8": case(a_problem(128, packed=1, page_size=8), False),
+    "d128, pages of 1": case(a_problem(128, **CAUSAL, kv_heads=2, packed=1, page_size=1), True),
+    "d64, pages of 4": case(a_problem(64, kv_heads=2, page_size=4), True),
+    "d96, pages of 2": case(a_problem(96, 80, page_size=2), False),
+    "d256, pages of 1": case(a_problem(256, **CAUSAL, packed=1, page_size=1), True),
+    "d64, pages of 1 in e4m3": case(a_problem(64, page_size=1, kv_dtype=E4M3), True),
+    "d128, pages of 1 in e4m3": case(a_problem(128, **CAUSAL, packed=1, page_size=1, kv_dtype=E4M3), True),
+    "d64, pages of 8 in e4m3": case(a_problem(64, page_size=8, kv_dtype=E4M3), False),
+    "d128, pages of 64 in int8": case(a_problem(128, **CAUSAL, page_size=64, kv_dtype=INT8), True),
+    "d128, pages of 16 in int8 with scales": case(
+        a_problem(128, packed=1, page_size=16, kv_dtype=INT8, **BY_PAGE), True
     ),
-    "d256, pages of 64": (a_problem(256, causal=Causal.BOTTOM_RIGHT, packed=1, page_size=64), {}, False),
-    "d64, one group, pages of 16": (
-        a_problem(64, kv_heads=2, page_size=16),
-        {"num_consumer_groups": 1, "ping_pong": False, "pack_gqa": 4},
-        True,
+    "d64, pages of 8 in e4m3 with scales": case(a_problem(64, page_size=8, kv_dtype=E4M3, **BY_PAGE), False),
+    "d128, pages of 64 in e4m3 with scales": case(
+        a_problem(128, **CAUSAL, page_size=64, kv_dtype=E4M3, **BY_PAGE), True
     ),
-    "d128, pages of 16 in e4m3": (
-        a_problem(128, causal=Causal.BOTTOM_RIGHT, packed=1, page_size=16, kv_dtype=KvDtype.E4M3),
-        {},
-        True,
+    "d64, pages of 64 in e4m3": case(a_problem(64, page_size=64, kv_dtype=E4M3), False),
+    "d128, dropout": case(a_problem(128, **CAUSAL, dropout=True), True),
+    "d64, dropout and window": case(a_problem(64, window_left=256, dropout=True), True),
+    "d128, softcap": case(a_problem(128, **CAUSAL, softcap=True), True),
+    "d64, softcap": case(a_problem(64, softcap=True), False),
+    "d128, alibi": case(a_problem(128, **CAUSAL, alibi=True), True),
+    "d64, alibi on both sides": case(a_problem(64, alibi=True), False),
+    "d64, sinks and a short window": case(
+        a_problem(64, kv_heads=2, **CAUSAL, sinks=True, window_left=127), True, rows_per_group=64
     ),
-    "d128, pages of 8": (a_problem(128, packed=1, page_size=8), {}, False),
-    "d128, pages of 1": (
-        a_problem(128, causal=Causal.BOTTOM_RIGHT, kv_heads=2, packed=1, page_size=1),
-        {},
-        True,
+    "d128, chunks": case(a_problem(128, **CAUSAL, chunk=2048), True),
+    "d128, lengths and prefix": case(
+        a_problem(128, **CAUSAL, kv_lengths=True, prefix=True, window_left=500), True
     ),
-    "d64, pages of 4": (a_problem(64, kv_heads=2, page_size=4), {}, True),
-    "d96, pages of 2": (a_problem(96, 80, page_size=2), {}, False),
-    "d256, pages of 1": (a_problem(256, causal=Causal.BOTTOM_RIGHT, packed=1, page_size=1), {}, True),
-    "d64, pages of 1 in e4m3": (a_problem(64, page_size=1, kv_dtype=KvDtype.E4M3), {}, True),
-    "d128, pages of 1 in e4m3": (
-        a_problem(128, causal=Causal.BOTTOM_RIGHT, packed=1, page_size=1, kv_dtype=KvDtype.E4M3),
-        {},
-        True,
+    "d256, all scores, packed": case(
+        a_problem(256, **CAUSAL, softcap=True, alibi=True, sinks=True, packed=1), True
     ),
-    "d64, pages of 8 in e4m3": (a_problem(64, page_size=8, kv_dtype=KvDtype.E4M3), {}, False),
-    "d128, pages of 64 in int8": (
-        a_problem(128, causal=Causal.BOTTOM_RIGHT, page_size=64, kv_dtype=KvDtype.INT8),
-        {},
-        True,
+    "e4m3, weights in shared memory": case(
+        a_problem(128, dtype=Dtype.E4M3, **CAUSAL), False, num_consumer_groups=3, p_stages=1
     ),
-    "d128, pages of 16 in int8 with scales": (
-        a_problem(128, packed=1, page_size=16, kv_dtype=KvDtype.INT8, kv_scale=KvScale.PAGE),
-        {},
-        True,
+    "e4m3, two tiles of weights": case(
+        a_problem(128, dtype=Dtype.E4M3), True, num_consumer_groups=3, p_stages=2, defer_pv_wait=False
     ),
-    "d64, pages of 8 in e4m3 with scales": (
-        a_problem(64, page_size=8, kv_dtype=KvDtype.E4M3, kv_scale=KvScale.PAGE),
-        {},
-        False,
-    ),
-    "d128, pages of 64 in e4m3 with scales": (
-        a_problem(
-            128, causal=Causal.BOTTOM_RIGHT, page_size=64, kv_dtype=KvDtype.E4M3, kv_scale=KvScale.PAGE
-        ),
-        {},
-        True,
-    ),
-    "d64, pages of 64 in e4m3": (a_problem(64, page_size=64, kv_dtype=KvDtype.E4M3), {}, False),
-    "d128, dropout": (a_problem(128, causal=Causal.BOTTOM_RIGHT, dropout=True), {}, True),
-    "d64, dropout and window": (a_problem(64, window_left=256, dropout=True), {}, True),
-    "d128, softcap": (a_problem(128, causal=Causal.BOTTOM_RIGHT, softcap=True), {}, True),
-    "d64, softcap": (a_problem(64, softcap=True), {}, False),
-    "d128, alibi": (a_problem(128, causal=Causal.BOTTOM_RIGHT, alibi=True), {}, True),
-    "d64, alibi on both sides": (a_problem(64, alibi=True), {}, False),
-    "d64, sinks and a short window": (
-        a_problem(64, kv_heads=2, causal=Causal.BOTTOM_RIGHT, sinks=True, window_left=127),
-        {"rows_per_group": 64},
-        True,
-    ),
-    "d128, chunks": (a_problem(128, causal=Causal.BOTTOM_RIGHT, chunk=2048), {}, True),
-    "d128, lengths and prefix": (
-        a_problem(128, causal=Causal.BOTTOM_RIGHT, kv_lengths=True, prefix=True, window_left=500),
-        {},
-        True,
-    ),
-    "d256, all scores, packed": (
-        a_problem(256, causal=Causal.BOTTOM_RIGHT, softcap=True, alibi=True, sinks=True, packed=1),
-        {},
-        True,
-    ),
-    "e4m3, weights in shared memory": (
-        a_problem(128, dtype=Dtype.E4M3, causal=Causal.BOTTOM_RIGHT),
-        {"num_consumer_groups": 3, "p_stages": 1},
-        False,
-    ),
-    "e4m3, two tiles of weights": (
-        a_problem(128, dtype=Dtype.E4M3),
-        {"num_consumer_groups": 3, "p_stages": 2, "defer_pv_wait": False},
-        True,
-    ),
-    "d128, bias": (a_problem(128, bias=Bias.ADDITIVE), {}, True),
-    "d64, bias and causal": (a_problem(64, causal=Causal.BOTTOM_RIGHT, bias=Bias.ADDITIVE), {}, True),
-    "d128, block mask": (a_problem(128, block_mask=128), {}, True),
-    "d64, block mask and causal": (a_problem(64, causal=Causal.BOTTOM_RIGHT, block_mask=128), {}, True),
-    "d128, small blocks": (a_problem(128, block_mask=64), {}, True),
-    "e4m3, blocks of 64": (a_problem(64, dtype=Dtype.E4M3), {"block_n": 64, "num_stages": 4}, False),
+    "d128, bias": case(a_problem(128, bias=Bias.ADDITIVE), True),
+    "d64, bias and causal": case(a_problem(64, **CAUSAL, bias=Bias.ADDITIVE), True),
+    "d128, block mask": case(a_problem(128, block_mask=128), True),
+    "d64, block mask and causal": case(a_problem(64, **CAUSAL, block_mask=128), True),
+    "d128, small blocks": case(a_problem(128, block_mask=64), True),
+    "e4m3, blocks of 64": case(a_problem(64, dtype=Dtype.E4M3), False, block_n=64, num_stages=4),
 }
 
 
