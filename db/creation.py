@@ -3,6 +3,7 @@
 import msgspec
 from sqlalchemy import Connection, Engine, insert, inspect, select, text
 
+from flashtune.core.errors import StoreError
 from flashtune.db.engine import explained, make_engine, reading, writing
 from flashtune.db.light.bootstrap import HEAD, check_revision, check_tables, create_database, not_flashtunes
 from flashtune.db.limits import file_exists
@@ -35,9 +36,11 @@ def ready_engine(url: str) -> Engine:
     engine = make_engine(url)
     try:
         _created(engine, url)
-        # Taking the write lock writes nothing, and fails if the database cannot be written.
-        with writing(engine, url):
-            pass
+        # Taking the write lock writes nothing, and fails if the database cannot be written. Another process
+        # may have replaced the file since.
+        with writing(engine, url) as connection:
+            if not has_tables(connection, url):
+                raise StoreError(f"another process replaced the database {describe(url)}: try again")
     except BaseException:
         engine.dispose()
         raise

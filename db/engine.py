@@ -1,24 +1,18 @@
 """Connections and transactions. The hooks here configure SQLite so that no write is lost."""
 
-from __future__ import annotations
-
 import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
-from sqlalchemy import URL, Engine, create_engine, event, exc
+from sqlalchemy import URL, Connection, Engine, create_engine, event, exc
+from sqlalchemy.pool import ConnectionPoolEntry
 
 from flashtune.db.errors import sqlite_error
 from flashtune.db.limits import restrict, statement_seconds
 from flashtune.db.location import read_only_uri, read_write_uri, sqlite_path
 from flashtune.db.server import server_engine, server_error
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from sqlalchemy import Connection
-    from sqlalchemy.pool import ConnectionPoolEntry
 
 BUSY_SECONDS = 60.0
 DEADLINE = "flashtune_deadline"

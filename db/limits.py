@@ -1,16 +1,11 @@
 """Limits of an SQLite connection, since a database file may be damaged or of unknown origin."""
 
-from __future__ import annotations
-
 import sqlite3
 import stat
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from flashtune.core.errors import StoreError
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 # A record's JSON has at most 256 KiB. Larger values are refused before they are read into memory.
 MAX_VALUE_BYTES = 1024 * 1024
@@ -56,9 +51,8 @@ class Deadline:
 def restrict(connection: sqlite3.Connection, seconds: float) -> Deadline:
     """Limits the time and memory that a database file can use, and the functions its schema may call.
 
-    Args:
-        connection: A connection that has executed nothing yet.
-        seconds: Computing time until statements are stopped, counted from now or from the last `restart`.
+    The connection has executed nothing yet. Its `seconds` of computing time count from now or from the last
+    `restart`.
     """
     connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_VALUE_BYTES)
     # Text that is not UTF-8 would fail a whole query. Keep the bytes: the decoder rejects the row.

@@ -21,11 +21,9 @@ WRITE_URL = "write postgresql+psycopg://USER:PASSWORD@HOST/NAME"
 def database_url(text: str | None) -> str:
     """Returns the database's URL: absolute and percent-encoded for SQLite, unchanged for servers.
 
-    No error quotes a URL, which may have a password.
-
-    Args:
-        text: A path or an SQLAlchemy URL. If it is None or empty, `FLASHTUNE_DB` names the database, else it
-            is `flashtune.sqlite` in the user's cache folder.
+    No error quotes a URL, which may have a password. `text` is a path or an SQLAlchemy URL. If it is None or
+    empty, `FLASHTUNE_DB` names the database. Without this variable it is `flashtune.sqlite` in the user's
+    cache folder.
     """
     chosen = text or variable(DATABASE_VARIABLE)
     if not chosen:

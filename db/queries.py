@@ -10,10 +10,24 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from sqlalchemy import Integer, Table, Text, delete, literal_column, select, update
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Integer,
+    Label,
+    Row,
+    Select,
+    Table,
+    Text,
+    delete,
+    literal_column,
+    select,
+    update,
+)
 
 from flashtune.core.record import Record
 from flashtune.db.codec import (
+    Check,
     decode_check,
     encode_check,
     encode_record,
@@ -26,11 +40,7 @@ from flashtune.db.schema import CHECKS, FALLBACKS, RECORDS, SELECTIONS
 from flashtune.db.stored_rows import StoredRecord, readable, stored_text
 
 if TYPE_CHECKING:
-    from sqlalchemy import ColumnElement, Connection, Label, Row, Select
     from sqlalchemy.dialects import postgresql, sqlite
-
-    from flashtune.core.record import Record
-    from flashtune.db.codec import Check
 
     Upsert = sqlite.Insert | postgresql.Insert
     AnyRow = Row[*tuple[Any, ...],]
@@ -58,25 +68,6 @@ def insert_record(connection: Connection, record: Record, created_at: str) -> tu
         return int(added), True
     query = select(RECORDS.c.id).where(RECORDS.c.content_hash == values["content_hash"])
     return int(connection.execute(query).scalar_one()), False
-
-
-def insert_records(connection: Connection, records: list[Record], created_at: str) -> list[tuple[int, bool]]:
-    """Inserts some hundred records as `insert_record` does, with three statements in all."""
-    rows = [_columns(record, created_at) for record in records]
-    hashes = [str(row["content_hash"]) for row in rows]
-    query = select(RECORDS.c.content_hash, RECORDS.c.id).where(RECORDS.c.content_hash.in_(hashes))
-    stored = {row.content_hash for row in connection.execute(query)}
-    fresh = {
-        content_hash: row
-        for content_hash, row in zip(hashes, rows, strict=True)
-        if content_hash not in stored
-    }
-    if fresh:
-        insert = insert_into(connection, RECORDS).on_conflict_do_nothing(index_elements=["content_hash"])
-        connection.execute(insert, list(fresh.values()))
-    ids = {row.content_hash: int(row.id) for row in connection.execute(query)}
-    # Of equal records the first one is new.
-    return [(ids[content_hash], fresh.pop(content_hash, None) is not None) for content_hash in hashes]
 
 
 def _columns(record: Record, created_at: str) -> dict[str, object]:
@@ -165,11 +156,8 @@ def _row_key(connection: Connection, table: Table) -> ColumnElement[Any]:
 def select_chosen(table: Table, target: str | None = None) -> Select[*tuple[Any, ...]]:
     """Returns a query for the records that a table names, with the time of their selection.
 
-    Rows are in the order of targets and problems.
-
-    Args:
-        table: `SELECTIONS` or `FALLBACKS`.
-        target: A GPU's name, None for all.
+    Rows are in the order of targets and problems. `table` is `SELECTIONS` or `FALLBACKS`. `target` is a GPU's
+    name, or None for all.
     """
     query = (
         select(
@@ -190,49 +178,6 @@ def chosen(connection: Connection, table: Table, record: Record) -> StoredRecord
     """Returns the row that a table names for a record's (problem, target)."""
     rows = connection.execute(select_chosen(table).where(*_same(table, record)))
     return next(readable(rows, "this database"), None)
-
-
-def chosen_among(
-    connection: Connection, table: Table, target: str, keys: list[str]
-) -> dict[str, StoredRecord]:
-    """Returns the rows that a table names for some problems of a target, by the problem's key."""
-    query = select_chosen(table, target).where(table.c.problem_key.in_(keys))
-    rows = connection.execute(query).all()
-    return {stored.record.problem.key: stored for stored in readable(rows, "this database")}
-
-
-def take_unchosen(
-    connection: Connection,
-    selections: list[tuple[Record, int]],
-    fallbacks: list[tuple[Record, int]],
-    pinned_at: str,
-) -> None:
-    """Stores selections and fallbacks for problems that have none.
-
-    Args:
-        connection: The database.
-        selections: Records and their rows, at most one for each problem and target.
-        fallbacks: Records and rows of the fallbacks of these problems.
-        pinned_at: The time of the selection.
-    """
-    for table, rows in ((SELECTIONS, selections), (FALLBACKS, fallbacks)):
-        values = [
-            {
-                "problem_key": record.problem.key,
-                "target": record.target,
-                "record_id": row,
-                "pinned_at": pinned_at,
-            }
-            for record, row in rows
-        ]
-        if not values:
-            continue
-        # The problem may have a row that this flashtune cannot read.
-        insert = insert_into(connection, table)
-        changed = {name: insert.excluded[name] for name in ("record_id", "pinned_at")}
-        connection.execute(
-            insert.on_conflict_do_update(index_elements=["problem_key", "target"], set_=changed), values
-        )
 
 
 def take_selection(connection: Connection, record: Record, record_id: int, pinned_at: str) -> None:

@@ -1,25 +1,20 @@
 """Connections to a PostgreSQL server. Each step has a time limit, so that no server blocks a program."""
 
-from __future__ import annotations
-
 import os
 import queue
 import socket
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-from sqlalchemy import NullPool, create_engine, event, make_url, text
+from sqlalchemy import Connection, Dialect, Engine, NullPool, create_engine, event, make_url, text
+from sqlalchemy.engine.interfaces import DBAPIConnection, ExceptionContext
+from sqlalchemy.pool import ConnectionPoolEntry
 
 from flashtune.core.errors import StoreError
 from flashtune.db.errors import ELSEWHERE
 from flashtune.db.limits import SCANNED_BYTES_PER_SECOND, STATEMENT_SECONDS
 from flashtune.db.location import describe, without_secrets
-
-if TYPE_CHECKING:
-    from sqlalchemy import Connection, Dialect, Engine
-    from sqlalchemy.engine.interfaces import DBAPIConnection, ExceptionContext
-    from sqlalchemy.pool import ConnectionPoolEntry
 
 Result = TypeVar("Result")
 

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Self
+
+from sqlalchemy import Connection, Engine, Table
 
 from flashtune.core.errors import StoreError
+from flashtune.core.problem import Problem
+from flashtune.core.record import Record
+from flashtune.db.codec import Check
 from flashtune.db.creation import ready_engine, source_engine
 from flashtune.db.eligibility import why_not_selectable
 from flashtune.db.engine import reading, writing
@@ -27,13 +32,6 @@ from flashtune.db.queries import (
 from flashtune.db.schema import FALLBACKS, RECORDS, SELECTIONS
 from flashtune.db.stored_rows import StoredRecord, readable
 from flashtune.db.table import TunedTable, check_table
-
-if TYPE_CHECKING:
-    from sqlalchemy import Connection, Engine, Table
-
-    from flashtune.core.problem import Problem
-    from flashtune.core.record import Record
-    from flashtune.db.codec import Check
 
 __all__ = ["MergeCounts", "Store", "StoredRecord", "open_store"]
 

@@ -16,7 +16,7 @@ CONTAINERS = (
     "WeakKeyDictionary",
     "Counter",
 )
-LOCKS = ("Lock", "RLock", "Condition", "Event", "local")
+LOCKS = ("ModuleLock", "Lock", "RLock", "Condition", "Event", "local")
 CACHES = ("cache", "lru_cache")
 
 # The exceptions, each with its reason.
@@ -31,6 +31,7 @@ STATE = {
     "launch/workspaces.py _kept": "GPU memory of launches, by stream",
     "recording/recorder.py _lock": "guards the counts of recordings",
     "recording/recorder.py _recordings": "the present recordings",
+    "core/files.py _lock_files": "a forked child closes them",
     "core/notices.py _telling": "guards warnings",
 }
 FUNCTIONS = {

@@ -120,9 +120,7 @@ def open_spaces(
 def contiguous_specialization(problem: Problem, *, lse: bool = False) -> Specialization:
     """Returns the specialization for contiguous tensors. Gradients have the layout of their tensors.
 
-    Args:
-        problem: A forward or a backward problem.
-        lse: Whether a forward pass returns the log-sum-exp, or a backward pass receives its gradient.
+    `lse` is whether a forward pass returns the log-sum-exp, or a backward pass receives its gradient.
     """
     import torch
 

@@ -3,15 +3,12 @@
 `timing` measures. This module needs no GPU, so the same measurements can judge other selection rules.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import math
 import random
 import statistics
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -20,15 +17,13 @@ from flashtune.core.config import Config, Space
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Causal, Dtype, Problem
 from flashtune.core.record import Record, ShortText, Versions
+from flashtune.core.target import Target
 from flashtune.db.eligibility import by_problem
 from flashtune.dispatch.lookup import select
 from flashtune.dispatch.tables import Tables
 from flashtune.templates.family import unsupported_reason
 from flashtune.templates.registry import families, find_family
 from flashtune.tuner.candidates import Candidate
-
-if TYPE_CHECKING:
-    from flashtune.core.target import Target
 
 HEAD_DIMS = (64, 128, 256)
 KV_HEADS = (1, 2, 4, 8, 12, 16, 24, 32)

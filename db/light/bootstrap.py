@@ -106,10 +106,7 @@ def check_tables(execute: Callable[[str], Any], where: str) -> bool:
 
     Triggers, views, generated columns, checks and indexes of expressions run SQL of the file's author, and a
     deadline cannot interrupt a single SQLite function. So all definitions must be those of `schema.sql`.
-
-    Args:
-        execute: Executes a statement and returns its cursor.
-        where: The database's name in errors.
+    `where` is the database's name in errors.
     """
     expected = _definitions()
     # One more than a genuine file can have, so that a hostile one cannot fill the memory.

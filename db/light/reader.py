@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from flashtune.core.errors import TableError
-from flashtune.db.codec import decode_check, raw_bytes
+from flashtune.db.codec import Check, decode_check, raw_bytes
 from flashtune.db.errors import UnreadableRecord, sqlite_error
 from flashtune.db.light.bootstrap import check_tables
 from flashtune.db.limits import bounded, file_exists, restrict, statement_seconds
@@ -24,7 +24,6 @@ from flashtune.db.stored_rows import StoredRecord, readable
 
 if TYPE_CHECKING:
     from flashtune.core.record import Record, Versions
-    from flashtune.db.codec import Check
     from flashtune.db.light.remote import Query, Rows, Values
 
 # Longest wait for a lock, and longest duration of a query of the runtime.
@@ -64,8 +63,7 @@ class _Row(NamedTuple):
 def open_reader(url: str | None = None) -> Reader | None:
     """Returns a reader of a database, or None if the file does not exist (yet).
 
-    Args:
-        url: A path or an SQLAlchemy URL; None for `FLASHTUNE_DB` or the user's cache folder.
+    `url` is a path or an SQLAlchemy URL; None means `FLASHTUNE_DB` or the user's cache folder.
     """
     address = database_url(url)
     path = sqlite_path(address)

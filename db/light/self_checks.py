@@ -1,22 +1,15 @@
 """Stores a self-check without SQLAlchemy. Its import would take longer than the check."""
 
-from __future__ import annotations
-
 import sqlite3
 from contextlib import closing
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from pathlib import Path
 
-from flashtune.db.codec import encode_check, fingerprint
+from flashtune.db.codec import Check, encode_check, fingerprint
 from flashtune.db.errors import sqlite_error
 from flashtune.db.light.bootstrap import check_tables, create_database
 from flashtune.db.limits import file_exists, restrict
 from flashtune.db.location import database_url, read_write_uri, sqlite_path
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from flashtune.db.codec import Check
 
 # Longest wait for another process's write.
 BUSY_SECONDS = 30.0
@@ -33,11 +26,8 @@ REMEMBER = (
 def remember_check(check: Check, url: str | None = None) -> None:
     """Stores a self-check's verdict, and replaces an earlier one of the same kernel, GPU and versions.
 
-    Creates the database if there is none.
-
-    Args:
-        check: The verdict.
-        url: A path or an SQLAlchemy URL; None for `FLASHTUNE_DB` or the user's cache folder.
+    Creates the database if there is none. `url` is a path or an SQLAlchemy URL; None means `FLASHTUNE_DB` or
+    the user's cache folder.
     """
     address = database_url(url)
     path = sqlite_path(address)

@@ -84,9 +84,7 @@ class _NestingError(Exception):
 def _may_nest(before: str, string: str) -> bool:
     """Returns whether a string has replacement fields that not all Python versions read alike.
 
-    Args:
-        before: The text before the string that may end with its prefix.
-        string: The string with its quotes.
+    `before` is the text before the string, which may end with the string's prefix. `string` has its quotes.
     """
     quote = 3 if string[:3] in {'"""', "'''"} else 1
     return bool(_PREFIX.search(before)) and not _PLAIN_FIELDS.fullmatch(string[quote:-quote])

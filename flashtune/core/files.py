@@ -20,6 +20,8 @@ from flashtune.core.session import SESSION, keep
 POLL_SECONDS = 0.02
 OPENED = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
+# The open lock files of `alone_with`.
+_lock_files: set[int] = set()
 # Results of `lock_fault`.
 _lock_faults: dict[Path, str | None] = SESSION.process_cache("lock faults")
 
@@ -31,12 +33,26 @@ def alone_with(path: Path, seconds: float) -> Iterator[None]:
     Waits up to `seconds` for another holder.
     """
     file = _held(path, time.monotonic() + seconds)
+    process = os.getpid()
+    _lock_files.add(file)
     try:
         yield
     finally:
-        # A forked child has the file open too, and would keep the lock.
-        fcntl.flock(file, fcntl.LOCK_UN)
+        # A child forked in the block does not release its parent's lock.
+        if os.getpid() == process:
+            _lock_files.remove(file)
+            fcntl.flock(file, fcntl.LOCK_UN)
+            os.close(file)
+
+
+def _close_lock_files() -> None:
+    """Closes the files that a forked child has open too. It would keep the locks after its parent's end."""
+    for file in _lock_files:
         os.close(file)
+    _lock_files.clear()
+
+
+os.register_at_fork(after_in_child=_close_lock_files)
 
 
 def _held(path: Path, until: float) -> int:
@@ -129,12 +145,9 @@ def _read(path: Path, most: int, flags: int) -> tuple[bytes, os.stat_result]:
 def replace_file(path: Path, content: bytes, mode: int | None = None) -> None:
     """Replaces a file atomically: on an error, the old content stays. Creates a missing file.
 
-    A link, pipe or device is replaced and not followed. By default, a replaced file keeps its mode.
-
-    Args:
-        path: The file. Its folder exists.
-        content: The new content.
-        mode: The file's mode, less that of the umask. By default, all may read and write a new file.
+    A link, pipe or device is replaced and not followed. By default, a replaced file keeps its mode. The
+    folder exists. `mode` is the file's mode, less that of the umask; without it, all may read and write a new
+    file.
     """
     # No other process can have made a file or link of this random name.
     fresh = path.with_name(f".flashtune-{secrets.token_hex(8)}")

@@ -153,10 +153,9 @@ class Kernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
 def specialization_of(tensors: tuple[Tensor, ...], lse: bool, bias: Tensor | None = None) -> Specialization:
     """Returns the narrowest specialization that is valid for some tensors.
 
-    Args:
-        tensors: q, k, v and out as [batch, heads, seqlen, head_dim], last dimension contiguous.
-        lse: Whether the log-sum-exp is needed.
-        bias: The attention bias or mask. Its strides need no alignment, but offsets must reach its end.
+    `tensors` are q, k, v and out as [batch, heads, seqlen, head_dim], last dimension contiguous. `lse` is
+    whether the log-sum-exp is needed. Strides of the bias or mask need no alignment, but offsets must reach
+    its end.
     """
     combined = int(Alignment.SIXTEEN)
     pointers = 0

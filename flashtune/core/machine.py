@@ -107,9 +107,7 @@ def variable(name: str) -> str:
 def user_path(text: str, source: str) -> Path:
     """Returns the absolute path that a user named, with `~` expanded.
 
-    Args:
-        text: The path.
-        source: The option or variable that has it, for errors.
+    `source` is the option or variable that has it, for errors.
     """
     if CONTROL_CODES.search(text):
         raise UsageError(f"{source} has control codes: write a path of printable text")

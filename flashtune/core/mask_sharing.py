@@ -44,9 +44,7 @@ def distinct_ways(problem: Problem) -> Iterator[MaskSharing]:
 def nearest_way(problem: Problem, shared: Iterable[int]) -> MaskSharing | None:
     """Returns the way nearest to sharing a mask over some dimensions, or None if nothing is shared.
 
-    Args:
-        problem: The problem. A dimension of extent 1 is not shared.
-        shared: The indices of the dimensions.
+    `shared` are the indices of the dimensions. A dimension of extent 1 is not shared.
     """
     extents = _extents(problem)
     places = {place for place in shared if extents[place] > 1}

@@ -1,16 +1,16 @@
 """Warnings of the runtime, each at most once per process and subject; and commands in messages."""
 
 import re
-import threading
 import warnings
 
 from flashtune.core.canonical import shape_text
 from flashtune.core.errors import Printable
+from flashtune.core.locks import ModuleLock
 from flashtune.core.problem import Problem
 from flashtune.core.session import SESSION, keep
 
 _seen_messages: dict[str, bool] = SESSION.process_cache("messages")
-_telling = threading.Lock()
+_telling = ModuleLock()
 
 
 class FlashtuneWarning(Printable, UserWarning):

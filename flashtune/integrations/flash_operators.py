@@ -9,23 +9,18 @@ Since torch 2.14, `varlen` prefers the operators of cuDNN on Hopper. They have t
 operators of `sdpa_operators` call them too. Those calls are passed on at once.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.kernel import POINTER_ALIGNMENT
-from flashtune.integrations.operator_overrides import Reading, is_marked, random_states
+from flashtune.integrations.operator_overrides import ForwardOperator, Reading, is_marked, random_states
 from flashtune.integrations.sdpa_operators import is_dense
 from flashtune.request.call import Call, Options
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from flashtune.request.request import Result
-    from flashtune.runtime.gradients import Gradients
+from flashtune.request.request import Result
+from flashtune.runtime.gradients import Gradients
 
 # The backend's name in records, which have no times of packed and paged sequences.
 USUAL = "sdpa-flash"
@@ -48,7 +43,7 @@ def has_known_results(name: str) -> bool:
     return forward is not None and any(one.name == "block_table" for one in forward.default._schema.arguments)
 
 
-class FlashForward:
+class FlashForward(ForwardOperator):
     """`_flash_attention_forward`.
 
     Its arguments are query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal and
@@ -57,8 +52,6 @@ class FlashForward:
 
     name = "_flash_attention_forward"
     flags = 1
-    has_options = True
-    is_packed = False
 
     def read(self, args: tuple[Any, ...], options: dict[str, Any]) -> Reading | None:
         """Returns the call, or None with dropout, a debug mask or options that change results otherwise."""
@@ -71,9 +64,6 @@ class FlashForward:
         needs_grad = starts_q is None and "seqused_k" not in options and torch.is_grad_enabled()
         return _reading((q, k, v), (starts_q, starts_k, max_q, max_k), causal, options, needs_grad)
 
-    def inputs(self, *_: object) -> None:
-        """Returns nothing: each call is read, because packed sequences differ in each."""
-
     def results(self, result: Result, args: tuple[Any, ...], options: Options) -> tuple[Any, ...]:
         """Returns all results of the operator."""
         out, lse = result
@@ -81,13 +71,10 @@ class FlashForward:
         return out, lse, *random_states(args[0], torch.uint64, 2), args[0].new_empty(0)
 
 
-class FlashForwardInto:
+class FlashForwardInto(ForwardOperator):
     """`_flash_attention_forward_no_dropout_inplace`, which has the output as its first argument."""
 
     name = "_flash_attention_forward_no_dropout_inplace"
-    flags = 2
-    has_options = True
-    is_packed = False
 
     def __init__(self) -> None:
         self._forward = FlashForward()
@@ -95,9 +82,6 @@ class FlashForwardInto:
     def read(self, args: tuple[Any, ...], options: dict[str, Any]) -> Reading | None:
         """Returns the call as `FlashForward`."""
         return self._forward.read(args[1:], options)
-
-    def inputs(self, *_: object) -> None:
-        """Returns nothing, as `FlashForward`."""
 
     def results(self, result: Result, args: tuple[Any, ...], options: Options) -> Tensor:
         """Writes the output and returns the log-sum-exp."""
@@ -136,7 +120,7 @@ class FlashBackward:
         return _in_layout(gradients.dq, reading.call.options.layout), gradients.dk, gradients.dv
 
 
-class CudnnForward:
+class CudnnForward(ForwardOperator):
     """`_cudnn_attention_forward` of packed and paged sequences.
 
     Its arguments are query, key, value, attn_bias, cum_seq_q, cum_seq_k, max_q, max_k, compute_log_sumexp,
@@ -144,8 +128,6 @@ class CudnnForward:
     """
 
     name = CUDNN_FORWARD
-    flags = 2
-    has_options = True
     is_packed = True
 
     def read(self, args: tuple[Any, ...], options: dict[str, Any]) -> Reading | None:
@@ -154,9 +136,6 @@ class CudnnForward:
         if args[3] is not None or dropout or debug:
             return None
         return _cudnn_reading(args[:3], args[4:8], causal, options)
-
-    def inputs(self, *_: object) -> None:
-        """Returns nothing, as `FlashForward`."""
 
     def results(self, result: Result, args: tuple[Any, ...], _: Options) -> tuple[Any, ...]:
         """Returns all results of the operator."""
@@ -172,23 +151,18 @@ class CudnnForward:
         )
 
 
-class CudnnForwardInto:
+class CudnnForwardInto(ForwardOperator):
     """`_cudnn_attention_forward_no_dropout_inplace`.
 
     Its arguments are out, query, key, value, cum_seq_q, cum_seq_k, max_q, max_k and is_causal.
     """
 
     name = "_cudnn_attention_forward_no_dropout_inplace"
-    flags = 2
-    has_options = True
     is_packed = True
 
     def read(self, args: tuple[Any, ...], options: dict[str, Any]) -> Reading | None:
         """Returns the call as `CudnnForward`."""
         return _cudnn_reading(args[1:4], args[4:8], len(args) > 8 and args[8], options)
-
-    def inputs(self, *_: object) -> None:
-        """Returns nothing, as `FlashForward`."""
 
     def results(self, result: Result, args: tuple[Any, ...], _: Options) -> Tensor:
         """Writes the output and returns the log-sum-exp."""

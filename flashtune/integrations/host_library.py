@@ -1,16 +1,12 @@
 """Imports of the libraries that use flashtune, with one error for all versions that do not fit."""
 
-from __future__ import annotations
-
 import importlib
 import re
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import Any
 
 from flashtune.core.errors import UsageError
 from flashtune.core.machine import installed_version
-
-if TYPE_CHECKING:
-    from types import ModuleType
 
 
 def host_library(

@@ -11,27 +11,23 @@ import sys
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from flashtune.core.arguments import MAX_FLOAT32
+from flashtune.core.features.records import ExtraInputs
 from flashtune.core.notices import warn_once
 from flashtune.core.session import SESSION, keep
 from flashtune.launch.launcher import current_device
 from flashtune.launch.workspaces import allocator
 from flashtune.recording.recorder import recording
+from flashtune.request.call import Call, Options
+from flashtune.request.request import Executor, Result
 from flashtune.runtime import deferred
-from flashtune.runtime.gradients import BackwardInputs
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from flashtune.core.features.records import ExtraInputs
-    from flashtune.request.call import Call, Options
-    from flashtune.request.request import Executor, Result
-    from flashtune.runtime.deferred import Passes
-    from flashtune.runtime.gradients import Gradients
+from flashtune.runtime.deferred import Passes
+from flashtune.runtime.gradients import BackwardInputs, Gradients
 
 # The first word in the names of the caches here.
 OWNER = "torch"
@@ -101,20 +97,30 @@ class ForwardOperator(Protocol):
     """A forward operator."""
 
     name: str  # Its name in the library `aten`.
-    flags: int  # The number of arguments after the fourth that are not numbers.
-    has_options: bool  # Whether calls differ by options, and by whether gradients are recorded.
+    flags: int = 2  # The number of arguments after the fourth that are not numbers.
+    has_options: bool = True  # Whether calls differ by options, and by whether gradients are recorded.
     # Whether calls without a fifth argument, which begins packed sequences, are passed on.
-    is_packed: bool
+    is_packed: bool = False
 
     def read(self, args: tuple[Any, ...], options: dict[str, Any], /) -> Reading | None:
         """Returns the call, or None if flashtune does not compute such calls of the operator."""
         ...
 
     def inputs(
-        self, q: Tensor, k: Tensor, v: Tensor, other: Tensor | None, known: Options, /
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        other: Tensor | None,
+        known: Options,
+        /,
     ) -> Inputs | None:
-        """Returns the inputs of a later call with the same options. None if each call must be read."""
-        ...
+        """Returns the inputs of a later call with the same options.
+
+        None if each call must be read. That is the default, because packed sequences differ in each.
+        """
+        del q, k, v, other, known
+        return None
 
     def results(self, result: Result, args: tuple[Any, ...], options: Options, /) -> Any:
         """Returns the operator's results from those of a kernel for a call with these options."""

@@ -6,24 +6,19 @@ head_dim] in memory. The log-sum-exp is natural, and float32 [batch, heads, seql
 That of the efficient one is padded with infinity to a multiple of 32 queries.
 """
 
-from __future__ import annotations
-
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.functional import pad
 
 from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.kernel import POINTER_ALIGNMENT
 from flashtune.integrations.operator_overrides import Inputs, Reading, is_marked, random_states
 from flashtune.request.call import Call, Options
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from flashtune.request.request import Result
-    from flashtune.runtime.gradients import Gradients
+from flashtune.request.request import Result
+from flashtune.runtime.gradients import Gradients
 
 CUDNN = "_scaled_dot_product_cudnn_attention"
 EFFICIENT = "_scaled_dot_product_efficient_attention"

@@ -11,7 +11,6 @@ flashtune if its kernels are prepared and were measured as faster. Other calls g
 from __future__ import annotations
 
 import sys
-import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -25,6 +24,7 @@ from torch.nn import attention as torch_attention
 
 from flashtune.core.arguments import kind_of, shown
 from flashtune.core.errors import UsageError
+from flashtune.core.locks import ModuleLock
 from flashtune.core.session import SESSION
 from flashtune.integrations.flash_operators import (
     CudnnBackward,
@@ -73,7 +73,7 @@ FLASH_BACKWARD: tuple[BackwardOperator, ...] = (FlashBackward(),)
 # The number of removed sets of overrides whose kernels stay in memory.
 KEPT = 192
 
-_changing = threading.RLock()
+_changing = ModuleLock()
 # Another thread may have looked a kernel up and wait for Python's lock before it calls it. torch would have
 # freed the kernel by then.
 _removed: deque[list[Any]] = deque(maxlen=KEPT)

@@ -23,7 +23,7 @@ from flashtune.core.errors import UsageError
 from flashtune.core.session import keep
 from flashtune.integrations import transformers_masks as masks
 from flashtune.integrations.host_library import host_attribute, host_library
-from flashtune.integrations.transformers_jobs import Job, Layer, job_of, moved, refused_jobs
+from flashtune.integrations.transformers_jobs import Job, Layer, job_of, layer_of, moved, refused_jobs
 from flashtune.request.request import Executor
 from flashtune.runtime import deferred
 from flashtune.runtime.deferred import State
@@ -130,7 +130,7 @@ def attention(
         position_bias = None if position_bias is None else position_bias[..., :keys]
     if indices is not None and attention_mask is not None:
         attention_mask = masks.selected_mask(attention_mask, indices, query.shape[2], key.shape[2])
-    layer = Layer((query, key, value), attention_mask, position_bias, causal, scaling, others)
+    layer = layer_of((query, key, value), attention_mask, position_bias, causal, scaling, others)
     has_computed_dropout = not dropout or (computes_dropout and dropout < 1.0)
     if has_computed_dropout and not others.get("output_attentions"):
         out = _computed(layer, softcap, s_aux, dropout)
@@ -141,7 +141,7 @@ def attention(
         assert _sdpa_attention is not None
         options |= {"is_causal": is_causal, "position_bias": position_bias}
         return _sdpa_attention(module, query, key, value, _complete_mask(layer), **options, **others)
-    return _eager(module, layer, softcap=softcap, s_aux=s_aux, **options)
+    return _eager(module, layer, softcap=softcap, s_aux=s_aux, **options, **others)
 
 
 def _computed(layer: Layer, softcap: float | None, sinks: Tensor | None, dropout: float) -> Tensor | None:
@@ -188,7 +188,7 @@ def _eager(module: Module, layer: Layer, **options: Any) -> tuple[Tensor, Tensor
         mask = torch.ones(1, 1, layer.seqlen_q, layer.seqlen_kv, dtype=torch.bool, device=q.device).tril()
     if mask is not None and mask.dtype is torch.bool:
         mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, torch.finfo(q.dtype).min)
-    result: tuple[Tensor, Tensor | None] = eager(module, q, layer.k, layer.v, mask, **options, **layer.others)
+    result: tuple[Tensor, Tensor | None] = eager(module, q, layer.k, layer.v, mask, **options)
     return result
 
 

@@ -44,58 +44,23 @@ class Job(NamedTuple):
     is_apart: bool = False  # Whether the call has a bias and a causal mask, which could be merged.
 
 
-class Layer:
-    """The attention of one layer: its inputs, and the facts that follow from them.
+class Layer(NamedTuple):
+    """The attention of one layer: its inputs, and the facts that follow from them. `layer_of` makes it."""
 
-    Attributes:
-        q: [batch, heads, seqlen_q, head_dim].
-        k: [batch, kv_heads, seqlen_kv, head_dim].
-        v: [batch, kv_heads, seqlen_kv, value_head_dim].
-        mask: A mask of `transformers_masks`, an additive mask, or None.
-        bias: Bias that is added to the scores, or None.
-        causal: Whether queries see no later keys, if there is no mask.
-        scale: Factor of the scores, or None.
-        others: Arguments that may describe packed sequences.
-        side: The softcap, the sinks and the dropout.
-        seqlen_q: The number of queries.
-        seqlen_kv: The number of keys.
-        pattern: The pattern of the mask, or None if it is not known.
-        starts: Where packed queries and keys begin, and the longest lengths. None if nothing is packed, or if
-            the mask may have padding.
-    """
-
-    def __init__(
-        self,
-        tensors: tuple[Tensor, Tensor, Tensor],
-        mask: Tensor | None,
-        bias: Tensor | None,
-        causal: bool,
-        scale: float | None,
-        others: dict[str, Any],
-        side: ExtraInputs = NO_EXTRA_INPUTS,
-    ) -> None:
-        self.q, self.k, self.v = tensors
-        self.mask = mask
-        self.bias = bias
-        self.causal = causal
-        self.scale = float(scale) if isinstance(scale, int) else scale
-        self.others = others
-        self.side = side
-        # No cached properties, because compilers trace this class.
-        self.seqlen_q, self.seqlen_kv = self.q.shape[2], self.k.shape[2]
-        self.pattern = None if mask is None else masks.pattern_of(mask, self.seqlen_q, self.seqlen_kv)
-        self.starts = self._starts()
-
-    def _starts(self) -> tuple[Tensor, Tensor, int, int] | None:
-        starts_q, starts_k = self.others.get("cu_seq_lens_q"), self.others.get("cu_seq_lens_k")
-        if starts_q is None or starts_k is None or self.q.shape[0] != 1:
-            return None
-        if self.mask is not None and (self.pattern is None or self.pattern.valid is not None):
-            return None
-        longest_q, longest_k = self.others.get("max_length_q"), self.others.get("max_length_k")
-        if not (isinstance(longest_q, int) and isinstance(longest_k, int)):
-            longest_q = longest_k = self.seqlen_q
-        return starts_q.to(torch.int32), starts_k.to(torch.int32), longest_q, longest_k
+    q: Tensor  # [batch, heads, seqlen_q, head_dim].
+    k: Tensor  # [batch, kv_heads, seqlen_kv, head_dim].
+    v: Tensor  # [batch, kv_heads, seqlen_kv, value_head_dim].
+    mask: Tensor | None  # A mask of `transformers_masks`, an additive mask, or None.
+    bias: Tensor | None  # Bias that is added to the scores, or None.
+    causal: bool  # Whether queries see no later keys, if there is no mask.
+    scale: float | None  # Factor of the scores, or None.
+    side: ExtraInputs  # The softcap, the sinks and the dropout.
+    seqlen_q: int
+    seqlen_kv: int
+    pattern: masks.Pattern | None  # The pattern of the mask, or None if it is not known.
+    # Where packed queries and keys begin, and the longest lengths. None if nothing is packed, or if the mask
+    # may have padding.
+    starts: tuple[Tensor, Tensor, int, int] | None
 
     @property
     def is_half(self) -> bool:
@@ -129,8 +94,10 @@ class Layer:
         if dtype is None:
             return self
         q, k, v = (autocast(tensor, dtype) for tensor in (self.q, self.k, self.v))
-        mask, bias = (None if one is None else autocast(one, dtype) for one in (self.mask, self.bias))
-        return Layer((q, k, v), mask, bias, self.causal, self.scale, self.others, self.side)
+        mask, bias = (
+            None if tensor is None else autocast(tensor, dtype) for tensor in (self.mask, self.bias)
+        )
+        return self._replace(q=q, k=k, v=v, mask=mask, bias=bias)
 
     def with_features(self, softcap: float | None, sinks: Tensor | None, dropout: float) -> Layer:
         """Returns the layer with a softcap, sinks of any type, and dropout with a new seed."""
@@ -141,8 +108,36 @@ class Layer:
             side = ExtraInputs(softcap=softcap, sinks=None if sinks is None else sinks.float())
         if dropout:
             side = side._replace(dropout=dropout, seed=draw_seed(self.q.device))
-        tensors = self.q, self.k, self.v
-        return Layer(tensors, self.mask, self.bias, self.causal, self.scale, self.others, side)
+        return self._replace(side=side)
+
+
+def layer_of(
+    tensors: tuple[Tensor, Tensor, Tensor],
+    mask: Tensor | None,
+    bias: Tensor | None,
+    causal: bool,
+    scale: float | None,
+    others: dict[str, Any],
+) -> Layer:
+    """Returns a layer without softcap, sinks and dropout. `others` may describe packed sequences."""
+    q, k, v = tensors
+    seqlen_q, seqlen_kv = q.shape[2], k.shape[2]
+    pattern = None if mask is None else masks.pattern_of(mask, seqlen_q, seqlen_kv)
+    may_have_padding = mask is not None and (pattern is None or pattern.valid is not None)
+    starts = None if may_have_padding or q.shape[0] != 1 else _starts(others, seqlen_q)
+    scale = float(scale) if isinstance(scale, int) else scale
+    return Layer(q, k, v, mask, bias, causal, scale, NO_EXTRA_INPUTS, seqlen_q, seqlen_kv, pattern, starts)
+
+
+def _starts(others: dict[str, Any], seqlen: int) -> tuple[Tensor, Tensor, int, int] | None:
+    """Returns the starts of packed sequences, and the longest lengths: all tokens' if they are not stated."""
+    starts_q, starts_k = others.get("cu_seq_lens_q"), others.get("cu_seq_lens_k")
+    if starts_q is None or starts_k is None:
+        return None
+    longest_q, longest_k = others.get("max_length_q"), others.get("max_length_k")
+    if not (isinstance(longest_q, int) and isinstance(longest_k, int)):
+        longest_q = longest_k = seqlen
+    return starts_q.to(torch.int32), starts_k.to(torch.int32), longest_q, longest_k
 
 
 def job_of(layer: Layer, merges: bool = False) -> Job | None:

@@ -6,13 +6,11 @@ The classes here have no base classes. Their subclasses that extend vLLM's are m
 # vLLM passes more to some methods than they need.
 # ruff: noqa: ARG002, ARG003, ARG004
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,12 +31,10 @@ from flashtune.integrations.vllm import LEAST, NAME
 from flashtune.kv_cache.append import append_rows
 from flashtune.kv_cache.layout import Pool
 from flashtune.recording.callers import called_by
+from flashtune.request.call import Call
 from flashtune.runtime.call_cache import write_call
 from flashtune.runtime.torch_modes import is_tracing, runs_eagerly
 from flashtune.runtime.torch_ops import attend
-
-if TYPE_CHECKING:
-    from flashtune.request.call import Call
 
 # Objects of vLLM.
 Capability = Any

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from flashtune.core.features.records import NO_EXTRA_INPUTS, NUMBERS, ExtraInputs
 from flashtune.launch.compilation import compile_kernel, interpreting, load_module
@@ -22,7 +23,6 @@ from flashtune.request.quantization import E4M3, unit_scales
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch import Tensor
     from triton.compiler import CompiledKernel
 
     from flashtune.core.kernel import Argument, Kernel

@@ -4,30 +4,24 @@ Python's and Triton's compilers hold Python's lock for up to 60 ms at once. A th
 all others.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, Any
 
 import msgspec
 
 from flashtune.core.errors import KernelError
 from flashtune.core.kernel import Kernel, Specialization
 from flashtune.core.problem import Problem
+from flashtune.core.record import Record
 from flashtune.core.target import Target
 from flashtune.launch.binding import compile_binary
 from flashtune.launch.compilation import is_compiled
 from flashtune.launch.kernel_cache import known_kernel, remember_kernel
 from flashtune.templates.registry import find_family
-
-if TYPE_CHECKING:
-    from typing import IO
-
-    from flashtune.core.record import Record
 
 # The priority of the process is lower by this.
 NICENESS = 5

@@ -6,28 +6,21 @@ have written it. So modified code is never used. Each kernel is compiled and loa
 shapes.
 """
 
-from __future__ import annotations
-
 import functools
-from typing import TYPE_CHECKING
+
+import torch
 
 from flashtune.core.errors import KernelError
 from flashtune.core.files import read_own
 from flashtune.core.kernel import Kernel, Specialization
 from flashtune.core.record import Record
 from flashtune.core.session import SESSION, keep
+from flashtune.core.target import Target
 from flashtune.launch.binding import Binary, compile_binary
 from flashtune.launch.compilation import MAX_SOURCE_BYTES, kernel_folder
 from flashtune.launch.launcher import load
 from flashtune.templates.family import Family, kernel_of_source
 from flashtune.templates.registry import find_family, template_hash
-
-if TYPE_CHECKING:
-    import torch
-
-    from flashtune.core.kernel import Kernel
-    from flashtune.core.target import Target
-
 
 _rendered: dict[tuple[object, ...], Kernel] = SESSION.process_cache("rendered kernels")
 

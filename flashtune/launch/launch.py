@@ -11,13 +11,12 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from flashtune.core.features.records import NO_EXTRA_INPUTS, NUMBERS, ExtraInputs
 from flashtune.launch.launcher import Queue, current_device, current_stream
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from flashtune.launch.tma_descriptors import DescriptorArguments
     from flashtune.launch.workspaces import Allocate, Workspaces
 

@@ -14,13 +14,13 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from flashtune.core.errors import KernelError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from torch import Tensor
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 # The largest number of cached addresses, per tensor and in combination. A full cache is cleared.
@@ -40,10 +40,9 @@ class DescriptorArguments:
     ) -> None:
         """Binds shapes and strides.
 
-        Args:
-            patterns: The descriptors of each tensor, on tensors of any address. They live as long as this
-                object, so pass tensors from `without_memory`.
-            metadata: The compiler's metadata of each descriptor, in order.
+        `patterns` are the descriptors of each tensor, on tensors of any address. They live as long as this
+        object, so pass tensors from `without_memory`. `metadata` is the compiler's for each descriptor, in
+        order.
         """
         _maker()  # fail now, not in the first call
         rest = iter(metadata)
@@ -56,9 +55,7 @@ class DescriptorArguments:
     def made(self, addresses: tuple[int, ...], device: torch.device) -> tuple[Any, ...]:
         """Returns the arguments for addresses that `at` does not know in combination.
 
-        Args:
-            addresses: The addresses of all tensors, in order.
-            device: The device of the tensors.
+        `addresses` are those of all tensors, in order.
         """
         values: list[Any] = []
         for address, cached, patterns in zip(addresses, self._known, self._patterns, strict=True):

@@ -5,16 +5,15 @@ queued. Until then no other thread has it, and later launches on the stream run 
 in a CUDA graph allocate their memory instead: then it belongs to the graph, and no other launch writes it.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 # torch's compiler uses these too. They bypass the dispatcher, which takes a third of the host time.
 from torch._C._dynamo.guards import (  # type: ignore[attr-defined]
@@ -22,10 +21,7 @@ from torch._C._dynamo.guards import (  # type: ignore[attr-defined]
     _empty_strided_cuda,  # pyright: ignore[reportAttributeAccessIssue]
 )
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    Allocate = Callable[[tuple[int, ...], torch.device], Tensor]
+Allocate = Callable[[tuple[int, ...], torch.device], Tensor]
 
 # Whether the current stream records a CUDA graph. Only builds of torch for GPUs have the function.
 capturing: Callable[[], bool] = getattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
@@ -76,10 +72,7 @@ class Workspaces:
     ) -> None:
         """Plans one piece of memory for all workspaces. With a custom `allocate`, each has its own.
 
-        Args:
-            shapes: The shape of each workspace, by name.
-            device: The device of the launch.
-            allocate: Returns the memory of one workspace.
+        `shapes` has the shape of each workspace, by name. `allocate` returns the memory of one workspace.
         """
         self.names = tuple(shapes)
         self._shapes = tuple(shapes.values())

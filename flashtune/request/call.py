@@ -240,14 +240,8 @@ def _record(
 ) -> Call:
     """Returns a call.
 
-    Args:
-        q: Queries.
-        k: Keys.
-        v: Values.
-        given: The keyword arguments of the entry point.
-        known: The keyword arguments that it has.
-        options: The options that do not come from `given` alone.
-        inputs: The extra inputs that do not come from `given` alone.
+    `given` are the keyword arguments of the call, `known` those that the entry point has. `options` and
+    `inputs` do not come from `given` alone.
     """
     for option, value in given.items():
         if option not in known:

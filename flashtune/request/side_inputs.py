@@ -1,24 +1,16 @@
 """The extra inputs of a call: checks against its problem, and views for kernels."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from flashtune.core.errors import ProblemError
+from flashtune.core.features.description import TensorInput
+from flashtune.core.features.records import ExtraInputs
 from flashtune.core.features.table import TENSOR_INPUTS
-from flashtune.core.problem import BlockLists, KvScale
+from flashtune.core.problem import BlockLists, KvScale, Problem
 from flashtune.request.tensor_checks import require_dense
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch import Tensor
-
-    from flashtune.core.features.description import TensorInput
-    from flashtune.core.features.records import ExtraInputs
-    from flashtune.core.problem import Problem
 
 
 def check_kinds(side: ExtraInputs, device: torch.device) -> None:

@@ -11,15 +11,15 @@ from torch import Tensor
 from flashtune.core.errors import ProblemError, UsageError, quoted
 from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.kernel import Alignment
-from flashtune.core.layouts import Layout
+from flashtune.core.layouts import DENSE_LAYOUTS, Layout
 from flashtune.core.problem import Direction, Problem
+from flashtune.request.arguments import read_option
 from flashtune.request.call import Call, dense_call, paged_call, seeded, varlen_call
 from flashtune.request.read_call import read_call
 from flashtune.request.side_inputs import side_views
 from flashtune.tuner.workloads.shapes import parse_shape
 from flashtune.verification.cases import Case
 from flashtune.verification.gradients.inputs import make_dlse, make_dout
-from flashtune.verification.inputs import guarded_tensors
 from flashtune.verification.inputs.memory import MemoryFrame, placed
 from flashtune.verification.inputs.placement import aside, query_places
 from flashtune.verification.inputs.prepared import dense_values
@@ -139,7 +139,7 @@ def tensors(
         problem = msgspec.structs.replace(problem, packed=total_q, batch=len(lengths.queries))
     lengths = lengths or equal_lengths(problem)
     scale = problem.head_dim**-0.5 if scale is None else scale
-    memory_order = guarded_tensors.Layout(layout)
+    memory_order = read_option("layout", layout, DENSE_LAYOUTS)
     case = Case(problem=problem, probe=Probe(probe), block=BLOCK, scale=scale, layout=memory_order)
     generator = torch.Generator(device).manual_seed(seed)
     dense = dense_values(case, lengths, generator)

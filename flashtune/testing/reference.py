@@ -1,10 +1,7 @@
 """The float64 reference of inputs, with the tolerance of each row, and the comparison of results with it."""
 
-from __future__ import annotations
-
-import itertools
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -12,19 +9,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from flashtune.core.layouts import Layout
-from flashtune.testing.inputs import packed
+from flashtune.testing.inputs import Inputs, packed
 from flashtune.verification.gradients.head_sampling import Pairs
 from flashtune.verification.gradients.reference import Chosen, expect_gradients
 from flashtune.verification.gradients.scores import BackwardCase
-from flashtune.verification.inputs.guarded_tensors import bits_of
+from flashtune.verification.gradients.tolerance import Gradient
+from flashtune.verification.inputs.placement import SequenceLayout, key_places, query_places
 from flashtune.verification.reference.forward import Sample, expect
 from flashtune.verification.tolerance import worst_ratio
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from flashtune.testing.inputs import Inputs
-    from flashtune.verification.gradients.tolerance import Gradient
 
 # Rows that are computed at a time, which bounds the memory.
 ROWS = 1024
@@ -69,16 +61,17 @@ def reference(inputs: Inputs) -> Reference:
     """
     if not inputs.q.numel():
         return _empty(inputs)
-    extra, scale, lengths = inputs.extra, inputs.scale, inputs.lengths
-    q = _padded_queries(inputs, inputs.q)
-    k, v = (_padded_keys(inputs, one) for one in (inputs.k, inputs.v))
-    if inputs.problem.kv_dtype is not None:
-        k_scale, v_scale = (_scale_of_keys(inputs, one) for one in (extra.k_scale, extra.v_scale))
-        extra = extra._replace(k_scale=k_scale, v_scale=v_scale)
-    problem = inputs.problem
+    problem, scale, lengths = inputs.problem, inputs.scale, inputs.lengths
     if not problem.seqlen_kv:
         # The reference takes no empty rows of scores. Lengths hide the added key.
         problem = msgspec.structs.replace(problem, seqlen_kv=1, kv_lengths=not problem.page_size)
+    table, first = (
+        None if tensor is None else tensor.cpu()
+        for tensor in (inputs.extra.block_table, inputs.extra.cu_seqlens_kv)
+    )
+    queries_at = query_places(problem, lengths) if problem.packed else None
+    layout = SequenceLayout(problem, lengths, queries_at, key_places(problem, lengths, table, first))
+    q, k, v, extra = layout.inputs(inputs.q, inputs.k, inputs.v, inputs.extra)
     heads = torch.arange(problem.batch * problem.heads)
     parts = [
         expect(problem, q, k, v, scale, Sample(heads, rows), extra, lengths)
@@ -96,8 +89,8 @@ def reference(inputs: Inputs) -> Reference:
         return Reference(expected_out, expected_lse)
     numbers = torch.arange(problem.batch * problem.kv_heads)
     pairs = Pairs(numbers // problem.kv_heads, numbers % problem.kv_heads)
-    dout = _padded_queries(inputs, inputs.dout)
-    dlse = None if inputs.dlse is None else _padded_queries(inputs, inputs.dlse[..., None])[..., 0]
+    dout = layout.queries(inputs.dout)
+    dlse = None if inputs.dlse is None else layout.queries(inputs.dlse[..., None])[..., 0]
     case = BackwardCase(q, k, v, dout, dlse, extra, scale, lengths)
     gradients = expect_gradients(problem, case, Chosen(pairs, torch.arange(problem.seqlen_q))).gradients
     expected = {name: _gradient(inputs, name, one) for name, one in gradients.items()}
@@ -140,45 +133,6 @@ def _empty(inputs: Inputs) -> Reference:
     out = inputs.layout.as_given(inputs.q.new_zeros(shape, dtype=torch.float64))
     lse = _as_lse(inputs, inputs.q.new_zeros(shape[:3], dtype=torch.float64))
     return Reference(Expected("out", out, out[..., 0]), Expected("lse", lse, lse))
-
-
-def _padded_queries(inputs: Inputs, tensor: Tensor) -> Tensor:
-    starts = inputs.extra.cu_seqlens_q
-    if starts is None:
-        return tensor
-    sequences = (tensor[0, :, first:end] for first, end in itertools.pairwise(starts.tolist()))
-    return _stacked(sequences, inputs.problem.seqlen_q)
-
-
-def _padded_keys(inputs: Inputs, tensor: Tensor) -> Tensor:
-    """Returns keys, values or their scales as [batch, kv_heads, seqlen_kv, width], with at least one key."""
-    extra, keys = inputs.extra, inputs.lengths.keys
-    if extra.block_table is not None:
-        # torch cannot index 8-bit floats.
-        bits = bits_of(tensor)
-        counts = (-(-count // inputs.problem.page_size) for count in keys)
-        tables = [pages[:count].long() for pages, count in zip(extra.block_table, counts, strict=True)]
-        sequences = [bits[pages].transpose(0, 1).flatten(1, 2).view(tensor.dtype) for pages in tables]
-    elif extra.cu_seqlens_kv is not None:
-        sequences = [tensor[0, :, int(first) :] for first in extra.cu_seqlens_kv[:-1]]
-    else:
-        sequences = list(tensor)
-    parts = [rows[:, :count] for rows, count in zip(sequences, keys, strict=True)]
-    return _stacked(parts, max(1, inputs.problem.seqlen_kv))
-
-
-def _stacked(parts: Iterable[Tensor], longest: int) -> Tensor:
-    """Returns the rows of sequences, [heads, rows, width] each, as one tensor padded with zeros."""
-    return torch.stack([pad(rows, (0, 0, 0, longest - rows.shape[1])) for rows in parts])
-
-
-def _scale_of_keys(inputs: Inputs, scale: Tensor | None) -> Tensor:
-    """Returns the scale of each key, [batch, kv_heads, seqlen_kv], of scales [pages or batch, kv_heads]."""
-    assert scale is not None
-    problem = inputs.problem
-    if inputs.extra.block_table is None:
-        return scale[: problem.batch, :, None].expand(-1, -1, max(1, problem.seqlen_kv))
-    return _padded_keys(inputs, scale[..., None, None].expand(-1, -1, problem.page_size, 1))[..., 0]
 
 
 def _of_queries(inputs: Inputs, rows: Tensor) -> Tensor:

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator
 import msgspec
 
 from flashtune.core.config import Config
+from flashtune.core.layouts import DENSE_LAYOUTS, Layout
 from flashtune.core.problem import Problem
-from flashtune.verification.inputs.guarded_tensors import Layout
 from flashtune.verification.lengths import Lengths, equal_lengths, is_ragged, usual_lengths
 from flashtune.verification.probes import Probe
 from flashtune.verification.serving_shapes import ServingCase, serving_cases
@@ -101,14 +101,11 @@ def companions(problem: Problem, config: Config, level: Level, *, reduced: bool)
     splits = splits_of(config)
     if splits or problem.features:
         problems = serving_cases(tile, splits, problem, quick=level is Level.QUICK, reduced=reduced)
-        served = tuple(served_cases(problem, problems, block_n))
-        return tuple(msgspec.structs.replace(case, repeats=1) for case in served) if reduced else served
+        return tuple(served_cases(problem, problems, block_n))
     shapes = shapes_of(tile, problem, quick=level is Level.QUICK)
     if reduced:
         # No other reduced problem has three tiles of queries and of keys in full attention.
-        cases = cases_of(problem, (*shapes, third_tiles(tile)), block_n, FEW_HEADS)
-        # An interpreter runs programs one after the other, so there are no races.
-        return tuple(msgspec.structs.replace(case, repeats=1) for case in cases)
+        return tuple(cases_of(problem, (*shapes, third_tiles(tile)), block_n, FEW_HEADS))
     # With packed heads, one head must remain for a partly filled tile.
     pack = getattr(config, "pack_gqa", 1)
     heads = HEADS if pack == 1 else (*HEADS, (2 * pack + 1, 1, 1))
@@ -175,7 +172,7 @@ def cases_of(
     problem: Problem, shapes: Iterable[Shape], block: int, heads: tuple[tuple[int, int, int], ...]
 ) -> Iterator[Case]:
     """Yields cases of equal sequences. Heads, KV heads and batch cycle through `heads`."""
-    turns = zip(itertools.cycle(heads), itertools.cycle(SCALES), itertools.cycle(Layout))
+    turns = zip(itertools.cycle(heads), itertools.cycle(SCALES), itertools.cycle(DENSE_LAYOUTS))
     for shape, ((many, kv_heads, batch), factor, layout) in zip(shapes, turns, strict=False):
         yield Case(
             problem=msgspec.structs.replace(

@@ -7,39 +7,31 @@ The first check of a process imports modules and loads torch's CUDA kernels. Thi
 itself and does not depend on the kernel. `preload` does it while the kernel compiles.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import msgspec
 import torch
 from triton.errors import TritonError
 
+from flashtune.core.config import Config
 from flashtune.core.errors import KernelError
-from flashtune.core.kernel import Specialization
+from flashtune.core.kernel import Kernel, Specialization
 from flashtune.core.problem import Bias, Causal, Dtype, Problem
 from flashtune.core.record import Verdict
+from flashtune.core.target import Target
 from flashtune.launch.binding import Binary, compile_binary
 from flashtune.launch.compilation import first_line, interpreting
-from flashtune.templates.family import unsupported_reason
+from flashtune.templates.family import Family, unsupported_reason
 from flashtune.templates.registry import find_family
 from flashtune.verification.cases import Case, Level, splits_of
 from flashtune.verification.comparison import Finding
 from flashtune.verification.inputs.prepared import next_seed
 from flashtune.verification.passes import case_findings, forget, planned_cases
 from flashtune.verification.probes import Probe
-
-if TYPE_CHECKING:
-    from flashtune.core.config import Config
-    from flashtune.core.kernel import Kernel
-    from flashtune.core.problem import Problem
-    from flashtune.core.target import Target
-    from flashtune.templates.family import Family
-    from flashtune.verification.comparison import Finding
 
 INTERPRETER = "interpreter"
 # The ratio that a verdict stores for a result that is not finite. JSON has no infinity.

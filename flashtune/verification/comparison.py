@@ -9,9 +9,10 @@ from collections.abc import Callable, Generator, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch import Tensor
 
 from flashtune.launch.binding import Binary, bind
-from flashtune.launch.tensors import ForwardTensors
+from flashtune.launch.tensors import BackwardTensors, ForwardTensors
 from flashtune.verification.inputs.guarded_tensors import (
     Guarded,
     Role,
@@ -26,11 +27,8 @@ from flashtune.verification.inputs.placement import pick
 from flashtune.verification.tolerance import worst_ratio
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from flashtune.core.kernel import Kernel
     from flashtune.core.target import Target
-    from flashtune.launch.tensors import BackwardTensors
     from flashtune.verification.cases import Case
     from flashtune.verification.gradients.inputs import Prepared as PreparedGradients
     from flashtune.verification.inputs.prepared import Prepared
@@ -113,10 +111,11 @@ def no_launch(*_: object) -> None:
 
 def forward_pass(kernel: Kernel, case: Case, prepared: Prepared) -> Pass:
     """Returns the launch of a forward kernel. Later launches must have the same bits as the first."""
-    q, k, v, out = (tensor.given for tensor in (prepared.q, prepared.k, prepared.v, prepared.out))
-    lse = prepared.lse.given if kernel.specialization.lse else None
+    memory = prepared.memory
+    q, k, v, out = (tensor.given for tensor in (memory.q, memory.k, memory.v, memory.out))
+    lse = memory.lse.given if kernel.specialization.lse else None
     # Rows after those of the sequences are checked like the memory around a tensor.
-    outputs = {"out": prepared.out.view} | ({} if lse is None else {"lse": prepared.lse.view})
+    outputs = {"out": memory.out.view} | ({} if lse is None else {"lse": memory.lse.view})
 
     def compare(repeat: int) -> Generator[Finding, None, dict[str, Tensor]]:
         if not repeat:
@@ -132,18 +131,15 @@ def forward_pass(kernel: Kernel, case: Case, prepared: Prepared) -> Pass:
 
 
 def _compare(case: Case, prepared: Prepared, *, lse: bool) -> Iterator[Finding]:
-    expected, out = prepared.expected, prepared.out.view
-    rows = _picked(case, prepared, out)
+    expected, out = prepared.expected, prepared.memory.out.view
+    # Rows that a sequence lacks are replaced by others.
+    compared = (case.problem, prepared.lengths, *prepared.chosen)
+    rows = pick(out, *compared)
     yield Finding(f"{case.label}: row errors", worst_ratio(rows, expected.out, expected.allowed), 1.0)
     # Infinity or NaN times zero is NaN, and a finite number times zero is zero.
     yield Finding(f"{case.label}: elements not written or not finite", nonzero(out * 0), 0.0)
     if lse:
         exact = expected.lse[..., None]
-        lse_rows = _picked(case, prepared, prepared.lse.view[..., None])
+        lse_rows = pick(prepared.memory.lse.view[..., None], *compared)
         ratio = worst_ratio(lse_rows, exact, expected.lse_allowed)
         yield Finding(f"{case.label}: log-sum-exp errors", ratio, 1.0)
-
-
-def _picked(case: Case, prepared: Prepared, written: Tensor) -> Tensor:
-    """Returns the results at the compared rows, [heads, rows, ...]. Absent rows are replaced by others."""
-    return pick(written, case.problem, prepared.lengths, *prepared.chosen)

@@ -1,13 +1,15 @@
 """Inputs that expose errors at mask boundaries, and inputs for keys whose first columns are the values."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
+from flashtune.core.features.records import ExtraInputs
+from flashtune.core.problem import Problem
 from flashtune.verification.inputs.placement import aside
+from flashtune.verification.lengths import Lengths
 from flashtune.verification.reference.masks import (
     COMPARISONS_OF_A_MASK,
     Rows,
@@ -15,13 +17,6 @@ from flashtune.verification.reference.masks import (
     distinct_masks,
     unhidden_keys,
 )
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from flashtune.core.features.records import ExtraInputs
-    from flashtune.core.problem import Problem
-    from flashtune.verification.lengths import Lengths
 
 # Pairs of queries and keys that are processed at a time. Each border takes a few dozen bytes.
 CHUNK_PAIRS = 2**27
@@ -108,9 +103,7 @@ def _borders(seen: Tensor) -> Iterator[Borders]:
 def _drawn(borders: Borders, drawn: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the visible and the hidden key at one border of each row. Rows without a border get any keys.
 
-    Args:
-        borders: Borders of the heads' mask.
-        drawn: Position of the border among those of its row, between 0 and 1, [heads, rows].
+    `drawn` is the position of the border among those of its row, between 0 and 1, [heads, rows].
     """
     if not len(borders.hidden):
         return torch.zeros_like(drawn, dtype=torch.int64), torch.zeros_like(drawn, dtype=torch.int64)
@@ -122,10 +115,8 @@ def _drawn(borders: Borders, drawn: Tensor) -> tuple[Tensor, Tensor]:
 def with_latent(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Returns queries and keys with the values as first columns of the keys. Queries are zero there.
 
-    Args:
-        q: The other columns of the queries, [batch, heads, seqlen_q, other columns].
-        k: The other columns of the keys, [batch, kv_heads, seqlen_kv, other columns].
-        v: [batch, kv_heads, seqlen_kv, value_head_dim].
+    `q` is the other columns of queries, [batch, heads, seqlen_q, other columns]. `k` is those of keys,
+    [batch, kv_heads, seqlen_kv, other columns]. `v` is [batch, kv_heads, seqlen_kv, value_head_dim].
     """
     quiet = q.new_zeros(*q.shape[:3], v.shape[-1])
     return torch.cat([quiet, q], -1), torch.cat([v, k], -1)

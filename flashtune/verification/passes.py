@@ -40,6 +40,9 @@ def planned_cases(
     own = _cases(problem)
     reduced = interpreting()
     small = own.companions(problem, config, level, reduced=reduced)
+    if reduced:
+        # An interpreter runs programs one after the other, so there are no races.
+        small = tuple(msgspec.structs.replace(case, repeats=1) for case in small)
     if level is not Level.QUICK and not reduced:
         yield from ((case, seed) for case in own.main_cases(problem))
     yield from ((case, seed) for case in small)
@@ -53,7 +56,7 @@ def planned_cases(
         tables = [case for case in small if case.problem.page_size][:FAULTY_CASES]
         yield from ((msgspec.structs.replace(case, faulty=True), seed) for case in tables)
     if kernel.specialization.index_bits == 64:
-        yield from ((case, seed) for case in own.far_cases(problem, config))
+        yield from ((case, seed) for case in cases.far_cases(problem, config))
 
 
 def _cases(problem: Problem) -> ModuleType:

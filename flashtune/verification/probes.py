@@ -21,6 +21,8 @@ CLIMB = 14.0
 MIN_STEEP, MAX_STEEP = -2.0, 3.5
 STEEP_SHARE = 1 / 12
 NEEDLE = 8.0
+# Factor of the rows between needles.
+CALM = 0.1
 # Factor of queries and keys of `faint`. The product of their scales is zero in float32.
 FAINTNESS = 2.0**-100
 # Outliers increase the error of quantisation. One element in a thousand is ten times as large, as in the
@@ -172,22 +174,33 @@ def _far_below(values: Values, scale: float) -> Values:
 
 
 def _needles(values: Values, probe: Probe, scale: float, block: int, generator: torch.Generator) -> Values:
-    batch, kv_heads, keys, width = values.v.shape
-    blocks = -(-keys // block)
-    start = torch.arange(blocks) * block
-    if probe is Probe.NEEDLE:
-        offset = torch.randint(block, (batch, kv_heads, blocks), generator=generator)
-    else:
-        offset = torch.full((batch, kv_heads, blocks), 0 if probe is Probe.FIRST else block - 1)
-    key = (start + offset).clamp_max(keys - 1)
     # Neighbouring blocks use different columns.
-    column = torch.arange(blocks) * 7 % width
-    sign = torch.randint(2, (batch, kv_heads, blocks), generator=generator) * 2.0 - 1.0
-    indices = torch.arange(batch)[:, None, None], torch.arange(kv_heads)[None, :, None], key, column
-    v = replaced(0.1 * values.v, indices, NEEDLE * sign)
+    v = with_needles(values.v, probe, block, generator, (7, 0))
     # Scores of about 0.25 in magnitude: probabilities are nearly equal but still differ between keys.
     calm = 0.5 / (scale**0.5 * values.q.shape[-1] ** 0.25)
     return Values(calm * values.q, calm * values.k, v)
+
+
+def with_needles(
+    normal: Tensor, probe: Probe, block: int, generator: torch.Generator, steps: tuple[int, int]
+) -> Tensor:
+    """Returns small values [batch, heads, rows, width] with a large element, a needle, in each block of rows.
+
+    From block to block and from head to head, the column of the needle increases by `steps`. The signs, and
+    the rows of `needle`, come from a generator on the CPU.
+    """
+    batch, heads, rows, width = normal.shape
+    block_number, head = torch.arange(-(-rows // block)), torch.arange(heads)[:, None]
+    shape = (batch, heads, len(block_number))
+    if probe is Probe.NEEDLE:
+        offset = torch.randint(block, shape, generator=generator)
+    else:
+        offset = torch.full(shape, 0 if probe is Probe.FIRST else block - 1)
+    row = (block_number * block + offset).clamp_max(rows - 1)
+    column = (block_number * steps[0] + head * steps[1]) % width
+    sign = torch.randint(2, shape, generator=generator) * 2.0 - 1.0
+    indices = torch.arange(batch)[:, None, None], head, row, column
+    return replaced(CALM * normal, indices, NEEDLE * sign)
 
 
 def replaced(tensor: Tensor, where: tuple[Tensor, ...], elements: Tensor) -> Tensor:

@@ -172,10 +172,9 @@ def _lost(products: Tensor) -> Tensor:
 def worst_ratio(result: Tensor, exact: Tensor, allowed: Tensor) -> Tensor:
     """Returns the largest ratio of error to tolerance, a scalar. NaN or infinite if a result is not finite.
 
-    Args:
-        result: A kernel's output, [heads, rows, columns].
-        exact: The reference of the same shape in float64, -inf if the result must be -inf.
-        allowed: Tolerances, [heads, rows] in float64, 0 if the result must be exact.
+    `result` is a kernel's output, [heads, rows, columns]. `exact` is the reference of the same shape in
+    float64, -inf if the result must be -inf. `allowed` are tolerances, [heads, rows] in float64, 0 if the
+    result must be exact.
     """
     error = (_far(result.double()) - _far(exact)).abs().amax(-1)
     # Avoids 0 / 0: an exact result with a tolerance of 0 is correct.
@@ -190,11 +189,8 @@ def _far(tensor: Tensor) -> Tensor:
 def heaviest(added: Tensor, weights: Tensor) -> Tensor:
     """Returns the largest magnitude that was added to a score of each row, [heads, rows].
 
-    Keys without weight are ignored.
-
-    Args:
-        added: Magnitudes, [heads, rows, keys].
-        weights: Weights of the same shape, relative to about the largest of the row.
+    Keys without weight are ignored. `added` are magnitudes, [heads, rows, keys]. `weights` have the same
+    shape and are relative to about the largest of the row.
     """
     # The cast makes numbers below one zero. A comparison would load another CUDA kernel.
     return (added * (weights * (1 / MIN_WEIGHT)).long().bool()).amax(-1)

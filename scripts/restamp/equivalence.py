@@ -4,8 +4,6 @@ If all of these are equal, a receipt of one kernel is valid for the other. In a 
 parameters, their relocations and AMD's launch parameters count. Debug information and names do not.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import hashlib
@@ -13,14 +11,21 @@ import struct
 import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
 import triton
+from torch import Tensor
+from triton.compiler import CompiledKernel
 
+from flashtune.core.config import Config
 from flashtune.core.features.records import NUMBERS
 from flashtune.core.files import read_bounded
+from flashtune.core.kernel import Kernel
+from flashtune.core.layouts import Layout
+from flashtune.core.problem import Problem
+from flashtune.core.target import Target
 from flashtune.launch.compilation import compile_kernel, load_module
 from flashtune.launch.tma_descriptors import typed
 from flashtune.launch.workspaces import allocate_workspace
@@ -30,17 +35,7 @@ from flashtune.templates.registry import find_family
 from flashtune.tuner.execution.inputs import make_inputs
 from flashtune.tuner.workloads.models import forward_of
 from flashtune.verification.cases import Level
-from flashtune.verification.inputs.guarded_tensors import Layout
 from flashtune.verification.passes import planned_cases
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from triton.compiler import CompiledKernel
-
-    from flashtune.core.config import Config
-    from flashtune.core.kernel import Kernel
-    from flashtune.core.problem import Problem
-    from flashtune.core.target import Target
 
 # Prefixes of the names of sections with code, constants and parameters. The others have debug information,
 # or locate the kernel by its name.

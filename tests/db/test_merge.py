@@ -4,8 +4,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from sqlalchemy import event
-from sqlalchemy.engine import Engine
 
 from flashtune.core.errors import StoreError, TableError
 from flashtune.core.problem import Problem
@@ -146,7 +144,7 @@ def test_merge_accepts_tables(store: Store, make_record: MakeRecord, make_proble
 
 
 @pytest.mark.slow
-def test_bulk_merge_of_tables_equals_merge_by_row(
+def test_merge_of_tables_equals_merge_of_databases(
     store: Store, other: Path, tmp_path: Path, make_record: MakeRecord
 ) -> None:
     shipped = shipped_table("nvidia-h200")
@@ -155,16 +153,15 @@ def test_bulk_merge_of_tables_equals_merge_by_row(
     whole = shipped.records[:120]
     before = tuple(_changed(record, number) for number, record in enumerate(whole[::2]))
     third = tmp_path / "third.sqlite"
-    with open_store(str(other)) as source, open_store(str(third)) as by_row:
+    with open_store(str(other)) as source, open_store(str(third)) as second:
         source.merge_tables(TunedTable(target=shipped.target, records=whole))
-        for filled in (store, by_row):
+        for filled in (store, second):
             filled.merge_tables(TunedTable(target=shipped.target, records=before))
-        at_once = store.merge_tables(TunedTable(target=shipped.target, records=whole))
-        row_by_row = by_row.merge_from(str(other))
-        assert at_once == row_by_row
-        assert min(at_once.selections_added, at_once.selections_replaced, at_once.selections_kept) > 0
+        counts = store.merge_tables(TunedTable(target=shipped.target, records=whole))
+        assert counts == second.merge_from(str(other))
+        assert min(counts.selections_added, counts.selections_replaced, counts.selections_kept) > 0
         for chosen in (Store.selections, Store.fallbacks):
-            assert [row.record for row in chosen(store)] == [row.record for row in chosen(by_row)]
+            assert [row.record for row in chosen(store)] == [row.record for row in chosen(second)]
 
 
 def _changed(record: Record, number: int) -> Record:
@@ -177,29 +174,6 @@ def _changed(record: Record, number: int) -> Record:
         p80=record.measurement.p80 * factor,
     )
     return msgspec.structs.replace(record, measurement=measurement)
-
-
-@pytest.mark.slow
-def test_large_table_is_merged_in_few_statements(
-    store: Store, make_record: MakeRecord, make_problem: MakeProblem
-) -> None:
-    records = tuple(make_record(problem=make_problem(batch=batch)) for batch in range(1, 1201))
-    table = TunedTable(target="nvidia-h200", records=records)
-    statements: list[str] = []
-    told: list[int] = []
-
-    def count(connection: object, cursor: object, statement: str, *rest: object) -> None:
-        statements.append(statement)
-
-    event.listen(Engine, "before_cursor_execute", count)
-    try:
-        assert store.merge_tables(table, progress=told.append).selections_added == 1200
-        assert store.merge_tables(table).selections_kept == 1200
-    finally:
-        event.remove(Engine, "before_cursor_execute", count)
-    assert len(statements) < 60
-    assert sum(told) == 1200
-    assert len(told) == 3
 
 
 def test_table_replaces_an_unreadable_selection(store: Store, make_record: MakeRecord) -> None:

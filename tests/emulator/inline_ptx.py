@@ -1,18 +1,12 @@
 """Emulates inline PTX on arrays: that of dropout, of masks, and of integers of 8 bits."""
 
-from __future__ import annotations
-
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
-from tests.emulator.hardware import Tensor, plain
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tests.emulator.hardware import Array
+from tests.emulator.hardware import Array, Tensor, plain
 
 LOW = 0xFFFFFFFF
 

@@ -14,7 +14,7 @@ from flashtune.core.errors import UsageError
 from flashtune.integrations import transformers as integration
 from flashtune.integrations import transformers_jobs
 from flashtune.integrations import transformers_masks as masks
-from flashtune.integrations.transformers_jobs import Job
+from flashtune.integrations.transformers_jobs import Job, layer_of
 from flashtune.request.call import Call
 from flashtune.runtime.call_cache import run_call
 from tests.support.models.transformers_models import (
@@ -72,6 +72,17 @@ def sides(name: str) -> tuple[str, ...]:
 
 
 CASES = [(name, side) for name in ARCHITECTURES for side in sides(name)]
+
+
+def test_starts_are_converted_once_under_autocast() -> None:
+    q, starts = torch.randn(1, 2, 8, 16), torch.tensor([0, 3, 8])
+    with torch.autocast("cpu", torch.bfloat16):
+        layer = layer_of(
+            (q, q, q), None, None, True, None, {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts}
+        )
+        casted = layer.casted().with_features(30.0, None, 0.0)
+    assert (casted.q.dtype, casted.side.softcap) == (torch.bfloat16, 30.0)
+    assert casted.starts is layer.starts
 
 
 @pytest.mark.parametrize(("name", "side"), CASES)

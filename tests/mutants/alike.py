@@ -88,17 +88,17 @@ def _near(tensor: Tensor, meant: list[Tensor]) -> bool:
 
 
 def _outputs(case: Case, seed: int, specialization: Specialization, target: Target) -> Write:
-    prepared = prepare(case, specialization.alignment, DEVICE, seed)
-    q, k, v, out = (tensor.given for tensor in (prepared.q, prepared.k, prepared.v, prepared.out))
-    lse = prepared.lse.given if specialization.lse else None
+    memory = prepare(case, specialization.alignment, DEVICE, seed).memory
+    q, k, v, out = (tensor.given for tensor in (memory.q, memory.k, memory.v, memory.out))
+    lse = memory.lse.given if specialization.lse else None
 
     def write(kernel: Kernel, launches: int) -> Iterator[Written]:
         tensors = ForwardTensors(q, k, v, out)
-        launch = bind(kernel, target, tensors, prepared.side, compiled=compile_binary(kernel, target))
+        launch = bind(kernel, target, tensors, memory.side, compiled=compile_binary(kernel, target))
         for _ in range(launches):
-            poison(prepared.out)
-            poison(prepared.lse)
-            launch((q, k, v, out, lse), case.scale, prepared.side)
+            poison(memory.out)
+            poison(memory.lse)
+            launch((q, k, v, out, lse), case.scale, memory.side)
             yield {"out": out.clone()} | ({} if lse is None else {"lse": lse.clone()})
 
     return write

@@ -145,7 +145,9 @@ def test_check_uses_the_problems_of_its_level(
     kernel = render(family, problem, config, Specialization())
     planned = {case for case, _ in passes.planned_cases(kernel, problem, config, level, 0)}
     small = companions(problem, config, level, reduced=reduced)
-    assert planned >= set(small)
+    # An interpreter launches each of them once.
+    once = {"repeats": 1} if reduced else {}
+    assert planned >= {msgspec.structs.replace(case, **once) for case in small}
     assert any(has_third_tiles(family, config, case) for case in small)
 
 
@@ -191,6 +193,7 @@ def test_random_cases_are_prepared_correctly(seed: int) -> None:
     while case.problem.batch * case.problem.heads * case.problem.seqlen_q * case.problem.seqlen_kv > 2**19:
         case = random_case(chance, subject.problem, subject.config)
     ready = prepare(case, Specialization().alignment, torch.device("cpu"), seed)
-    out, _ = plain_attention(case.problem, ready.q.view, ready.k.view, ready.v.view, ready.side, case.scale)
-    assert out.shape == ready.out.view.shape
+    q, k, v, expected = (tensor.view for tensor in ready.memory[:4])
+    out, _ = plain_attention(case.problem, q, k, v, ready.side, case.scale)
+    assert out.shape == expected.shape
     assert out.isfinite().all()

@@ -128,7 +128,7 @@ def test_reference_matches_the_definition(name: str) -> None:
     fields, config = (MASKS[name], PlainConfig()) if name in MASKS else (DECODES[decoding], DecodingConfig())
     for case in companions(a_problem(dtype=Dtype.FP32, **fields), config, Level.QUICK, reduced=True)[::2]:
         ready = prepare(case, Alignment.ANY, CPU, 5)
-        tensors = (ready.q.view, ready.k.view, ready.v.view)
+        tensors = (ready.memory.q.view, ready.memory.k.view, ready.memory.v.view)
         out, lse = plain_attention(case.problem, *tensors, ready.side, case.scale)
         heads, rows = ready.chosen
         absent = missing(case.problem, ready.lengths, heads, rows)

@@ -1,25 +1,18 @@
 """Checks this machine's libraries, GPUs, compilers, caches and database."""
 
-from __future__ import annotations
-
 import enum
 import os
 import platform
 import sys
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from flashtune.core.errors import FlashtuneError, MachineError, TargetError
 from flashtune.core.machine import WRITTEN_FOLDERS, folder_fault
-from flashtune.core.record import VerificationStatus
+from flashtune.core.record import Record, VerificationStatus
 from flashtune.core.target import TARGETS, Target, device_target, find_target
 from flashtune.dispatch.versions import NO_DRIVER, current_versions
-
-if TYPE_CHECKING:
-    from flashtune.core.record import Record
-    from flashtune.core.target import Target
 
 OLDEST_TORCH = (2, 10)
 OLDEST_TRITON, NEWEST_TRITON = (3, 6), (3, 9)

@@ -20,7 +20,7 @@ from flashtune.tuner.bench.admission import Bind, Judge
 from flashtune.tuner.bench.calls import described, program_call
 from flashtune.tuner.bench.flash_attn_4 import FLASH_ATTN_4, flash_attn_4_gradients
 from flashtune.tuner.bench.flashinfer import FLASHINFER
-from flashtune.tuner.bench.judging import SequenceLayout
+from flashtune.tuner.bench.judging import sequence_layout
 from flashtune.tuner.bench.peer_runs import FLEX, Contestant, RefusalError, bind_peer
 from flashtune.tuner.bench.results import OURS
 from flashtune.tuner.candidates import contiguous_specialization
@@ -29,6 +29,7 @@ from flashtune.tuner.workloads.models import forward_of
 from flashtune.verification.gradients.head_sampling import sample_pairs
 from flashtune.verification.gradients.reference import Chosen, Expected, expect_gradients
 from flashtune.verification.gradients.scores import BackwardCase
+from flashtune.verification.inputs.placement import SequenceLayout
 from flashtune.verification.reference.forward import sample
 from flashtune.verification.tolerance import worst_ratio
 
@@ -91,8 +92,8 @@ def gradient_judge(problem: Problem, tensors: Tensors) -> Judge:
     assert tensors.backward is not None
     generator = torch.Generator(tensors.q.device).manual_seed(SEED)
     chosen = Chosen(sample_pairs(problem, generator), sample(problem, generator).rows)
-    layout = SequenceLayout.of(problem, tensors)
-    q, k, v, side = layout.padded(tensors)
+    layout = sequence_layout(problem, tensors)
+    q, k, v, side = layout.inputs(tensors.q, tensors.k, tensors.v, tensors.side)
     dout = layout.queries(tensors.backward.dout)
     case = BackwardCase(q, k, v, dout, None, side, tensors.scale, layout.lengths)
     with torch.no_grad():

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.features.table import SEED, usual_inputs
-from flashtune.core.kernel import specialization_of
+from flashtune.core.kernel import Kernel, Specialization, specialization_of
 from flashtune.core.layouts import LARGEST_STORED, STORED_DTYPES, TORCH_DTYPES
 from flashtune.core.problem import Bias, KvDtype, KvScale, Problem
-from flashtune.core.target import device_target
+from flashtune.core.target import Target, device_target
 from flashtune.dispatch.lookup import default_selection
 from flashtune.launch.binding import Binary, bind, compile_binary
 from flashtune.launch.kernel_cache import kernel_of
@@ -22,13 +22,10 @@ from flashtune.launch.tensors import BackwardTensors, ForwardTensors
 from flashtune.request.quantization import quantize
 from flashtune.runtime.unfused import unfused_attention
 from flashtune.tuner.workloads.models import forward_of
-from flashtune.verification.inputs.placement import capacities, make_table, starts
-from flashtune.verification.lengths import Lengths, usual_lengths
+from flashtune.verification.inputs.placement import key_shape, make_table, sequence_inputs
+from flashtune.verification.lengths import usual_lengths
 
 if TYPE_CHECKING:
-    from flashtune.core.kernel import Kernel, Specialization
-    from flashtune.core.problem import Problem
-    from flashtune.core.target import Target
     from flashtune.tuner.execution.timing import Run
 
 # Standard deviation of values stored in 8 bits: nearly all are in range.
@@ -99,7 +96,10 @@ def _with_features(problem: Problem, device: torch.device) -> Tensors:
     lengths = usual_lengths(problem)
     dtype = TORCH_DTYPES[problem.dtype]
     side = ExtraInputs(**usual_inputs(problem, problem.features, lengths.keys, dtype, device))
-    side, keys = _located(problem, lengths, side, device)
+    table = make_table(problem, lengths, torch.Generator().manual_seed(SEED)) if problem.page_size else None
+    sequences = sequence_inputs(problem, lengths, table)
+    side = side._replace(**{name: tensor.to(device) for name, tensor in sequences.items()})
+    keys = key_shape(problem, lengths, table)
     rows = (1, lengths.total_q) if problem.packed else (problem.batch, problem.seqlen_q)
     tokens_first = bool(problem.packed or problem.page_size)
     final = TORCH_DTYPES[problem.out_dtype]
@@ -115,26 +115,6 @@ def _with_features(problem: Problem, device: torch.device) -> Tensors:
         (q, q_scale), (k, k_scale), (v, v_scale) = map(quantize, (q, k, v))
         side = side._replace(q_scale=q_scale)
     return Tensors(q, k, v, out, side._replace(k_scale=k_scale, v_scale=v_scale))
-
-
-def _located(
-    problem: Problem, lengths: Lengths, side: ExtraInputs, device: torch.device
-) -> tuple[ExtraInputs, tuple[int, int, int]]:
-    """Returns `side` with lengths and the block table, and the shape of keys without the head dim."""
-    keys = (problem.batch, problem.kv_heads, problem.seqlen_kv)
-    if problem.packed:
-        rooms = capacities(problem, lengths)
-        keys = (1, problem.kv_heads, sum(rooms))
-        side = side._replace(cu_seqlens_q=starts(lengths.queries).to(device))
-        if not problem.page_size:
-            side = side._replace(cu_seqlens_kv=starts(rooms).to(device))
-    if problem.page_size or problem.kv_lengths:
-        side = side._replace(seqlens_kv=_integers(lengths.keys, device))
-    if problem.page_size:
-        table = make_table(problem, lengths, torch.Generator().manual_seed(SEED))
-        keys = (table.pages, problem.kv_heads, problem.page_size)
-        side = side._replace(block_table=table.entries.to(device))
-    return side, keys
 
 
 def _stored(
@@ -167,10 +147,6 @@ def _shaped(shape: tuple[int, ...], dtype: torch.dtype, tokens_first: bool, devi
     if not tokens_first:
         return torch.empty(shape, dtype=dtype, device=device)
     return torch.empty(batch, rows, heads, width, dtype=dtype, device=device).transpose(1, 2)
-
-
-def _integers(values: list[int] | tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32, device=device)
 
 
 def gradient_tensors(problem: Problem, tensors: Tensors) -> BackwardTensors:

@@ -1,21 +1,16 @@
 """An estimate, before a search starts, of the number of trials and of the search time."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from flashtune.core.record import Provenance, Record
+from flashtune.db.store import Store
 from flashtune.tuner.search.driver import search_scope
+from flashtune.tuner.search.request import SearchRequest
 from flashtune.tuner.search.warm_start import finished
-
-if TYPE_CHECKING:
-    from flashtune.db.store import Store
-    from flashtune.tuner.search.request import SearchRequest
 
 # Shorter compilations, in seconds, were hits of Triton's cache.
 CACHED_SECONDS = 0.2

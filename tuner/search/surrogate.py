@@ -103,10 +103,8 @@ class Surrogate:
     def expected_improvements(self, measured: Mapping[int, float | None], trying: Sequence[int]) -> Floats:
         """Returns the expected improvement of each candidate over the best, in logarithms of time.
 
-        Args:
-            measured: Times in ms by index in the pool; None if the candidate failed. At least one must
-                have a time.
-            trying: Indices of unfinished candidates. Each counts with its expected time.
+        `measured` are times in ms by index in the pool; None if the candidate failed. At least one has a
+        time. `trying` are indices of unfinished candidates, each of which counts with its expected time.
         """
         logs = {index: math.log(ms) for index, ms in measured.items() if ms is not None}
         slow = float(np.median(list(logs.values()))) + self._beliefs.failed

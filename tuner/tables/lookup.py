@@ -16,14 +16,13 @@ from flashtune.db.eligibility import by_problem
 from flashtune.db.evidence import under
 from flashtune.db.light.reader import open_reader
 from flashtune.db.location import database_url, describe, sqlite_path
-from flashtune.db.table import shipped_table
+from flashtune.db.table import TunedTable, shipped_table
 from flashtune.dispatch.tables import Tables
 from flashtune.dispatch.versions import NO_DRIVER, current_versions
 
 if TYPE_CHECKING:
     from flashtune.core.problem import Problem
     from flashtune.db.store import Store
-    from flashtune.db.table import TunedTable
 
 
 class Found(msgspec.Struct, frozen=True):

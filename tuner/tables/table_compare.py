@@ -1,26 +1,20 @@
 """Comparison of two tables of one GPU: each problem's time relative to its baselines."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import msgspec
+import torch
 
 from flashtune.core.errors import TableError, UsageError
 from flashtune.core.record import Measurement, Record
+from flashtune.core.target import Target
 from flashtune.db.eligibility import by_problem, serves_any_tensors
 from flashtune.db.table import Timing, TunedTable, dump_table
 from flashtune.dispatch.versions import current_versions
 from flashtune.tuner.candidates import Candidate
 from flashtune.tuner.tables.admission import digest_of
 from flashtune.tuner.tables.table_receipts import with_receipts
-
-if TYPE_CHECKING:
-    import torch
-
-    from flashtune.core.target import Target
 
 # A ratio may fall by this share before both kernels are timed again.
 LIMIT = 0.02

@@ -22,11 +22,7 @@ from flashtune.tuner.tables.admission import require_admissible, require_sound_e
 from flashtune.tuner.tables.table_receipts import stray_receipts
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from flashtune.core.record import Record
     from flashtune.db.store import MergeCounts
-    from flashtune.db.table import TunedTable
 
 # Named arguments of `triton.Config`. Every other field of a config becomes a meta-parameter.
 TRITON_OPTIONS = {"num_warps": "num_warps", "num_stages": "num_stages", "maxnreg": "maxnreg"}

@@ -97,13 +97,9 @@ def check_on_gpu(
 ) -> OnGpu:
     """Verifies the kernels of records on their GPU, and times those that passed.
 
-    Args:
-        subjects: Records of the GPU with kernels that compile.
-        index: The GPU's index on this machine.
-        runs: Runs the jobs.
-        table: A table with receipts and times to reuse, if they are of the versions here.
-        timed: Whether to time kernels of records that are of other versions, or lack times with shared
-            masks.
+    The kernels of `subjects` compile. `index` is the GPU's on this machine. `table` has receipts and times to
+    reuse, if they are of the versions here. With `timed`, also times kernels of records of other versions, or
+    without times with shared masks.
     """
     tasks = _tasks(subjects, table)
     _compile(tasks, runs)

@@ -5,23 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from flashtune.core.features.plain_problem import Causal
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from flashtune.core.features.records import ExtraInputs, FeatureFields
 
 
 def seen_keys(fields: FeatureFields, positions: Tensor, keys: Tensor, prefix: Tensor | None) -> Tensor:
     """Returns whether queries see keys, apart from a bias and the ends of sequences.
 
-    Args:
-        fields: The problem.
-        positions: Positions of the queries among the keys, [batch | 1, rows, 1].
-        keys: Positions of the keys, [keys].
-        prefix: Lengths of the prefixes, [batch | 1, 1, 1], or None without prefixes.
+    `positions` are those of the queries among the keys, [batch | 1, rows, 1]. `keys` are positions, [keys].
+    `prefix` has the lengths of the prefixes, [batch | 1, 1, 1], or is None without prefixes.
     """
     is_causal = fields.causal is not Causal.NONE
     near = torch.ones(1, 1, 1, dtype=torch.bool, device=positions.device)
@@ -46,11 +42,8 @@ def both(one: Tensor, other: Tensor) -> Tensor:
 def seen_pairs(fields: FeatureFields, inputs: ExtraInputs, rows: Tensor, keys: int) -> Tensor:
     """Returns whether a block mask leaves pairs visible, bool [batch, heads, rows, keys].
 
-    Args:
-        fields: The problem.
-        inputs: The extra inputs, with the lists of all sequences.
-        rows: Numbers of the queries, [rows].
-        keys: Number of keys.
+    `inputs` have the lists of all sequences. `rows` are the numbers of the queries, [rows]; `keys` is the
+    number of keys.
     """
     counts, indices, size = inputs.block_counts, inputs.block_indices, fields.block_mask
     assert counts is not None
@@ -63,10 +56,8 @@ def seen_pairs(fields: FeatureFields, inputs: ExtraInputs, rows: Tensor, keys: i
 def seen_blocks(counts: Tensor, indices: Tensor, key_blocks: int) -> Tensor:
     """Returns whether blocks of queries see blocks of keys, bool [..., query blocks, key_blocks].
 
-    Args:
-        counts: Lengths of the lists, [..., query blocks].
-        indices: The lists, [..., query blocks, blocks of the longest]. Elements after the end are ignored.
-        key_blocks: Number of blocks of keys.
+    `counts` are the lengths of the lists, [..., query blocks]. `indices` are the lists, [..., query blocks,
+    blocks of the longest]. Elements after a list's end are ignored.
     """
     own = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
     # Elements after the end go to an additional block.

@@ -2,11 +2,11 @@
 
 import importlib
 import sys
-import threading
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from flashtune.core.locks import ModuleLock
 from flashtune.integrations.flash_attn.distributions import VERSION, announce, withdraw
 
 # The modules that `patch` installs, and the modules of this package from which their names come.
@@ -57,7 +57,7 @@ PRIVATE = {
 # Names of functions that are not in the package itself.
 PUBLIC = ("flash_attn", "get_scheduler_metadata", "index_", "pad_", "unpad_", "apply_rotary")
 
-_lock = threading.Lock()
+_lock = ModuleLock()
 # The modules that were there before `patch`. Empty without a patch.
 _replaced: list[dict[str, ModuleType]] = []
 

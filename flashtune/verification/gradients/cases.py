@@ -59,24 +59,16 @@ def companions(problem: Problem, config: Config, level: Level, *, reduced: bool)
         rounds += tuple(turns_of(tile))
     if problem.features - {Feature.DETERMINISTIC}:
         problems = _with_features(problem, shapes, tile, rounds, quick=quick, reduced=reduced)
-        cases = tuple(served_cases(problem, problems, tiles.least))
-    else:
-        heads = FEW_HEADS if reduced else HEADS
-        block = tiles.least
-        cases = (*cases_of(problem, shapes, block, heads), *cases_of(problem, rounds, block, ROUNDS))
-    # An interpreter runs programs one after the other, so there are no races.
-    return tuple(msgspec.structs.replace(case, repeats=1) for case in cases) if reduced else cases
+        return tuple(served_cases(problem, problems, tiles.least))
+    heads = FEW_HEADS if reduced else HEADS
+    block = tiles.least
+    return (*cases_of(problem, shapes, block, heads), *cases_of(problem, rounds, block, ROUNDS))
 
 
 def main_cases(problem: Problem) -> tuple[Case, ...]:
     """Returns cases of the tuned shape, with fewer sequences and heads to limit memory and time."""
     cases = forward.main_cases(problem)
     return tuple(msgspec.structs.replace(case, problem=_smaller_groups(case.problem)) for case in cases)
-
-
-def far_cases(problem: Problem, config: Config) -> tuple[Case, ...]:
-    """Returns small problems in which one tensor at a time, and its gradient, spans over 2^31 elements."""
-    return forward.far_cases(problem, config)
 
 
 def _smaller_groups(problem: Problem) -> Problem:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Iterator
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from flashtune.verification.comparison import Finding, Pass
 from flashtune.verification.gradients.tolerance import beyond_order
@@ -15,8 +16,6 @@ from flashtune.verification.inputs.placement import capacities, pick, starts
 from flashtune.verification.tolerance import worst_ratio
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from flashtune.core.kernel import Kernel
     from flashtune.core.problem import Problem
     from flashtune.verification.cases import Case

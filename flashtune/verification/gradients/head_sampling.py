@@ -7,17 +7,14 @@ sample of a large problem consists of pairs of a sequence and a KV head, includi
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
+from flashtune.core.problem import Problem
 from flashtune.verification.inputs.placement import are_all_rows
 from flashtune.verification.reference.scores import CHUNK_SCORES
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from flashtune.core.problem import Problem
 
 # Largest scores of one reference in elements, and largest exact gradients.
 MAX_SCORES = {"cuda": 2**29, "cpu": 2**26}

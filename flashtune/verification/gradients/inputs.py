@@ -3,16 +3,15 @@
 They are made on the device. A search caches them for its next candidates.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from flashtune.core.features.records import ExtraInputs
 from flashtune.core.kernel import Alignment
 from flashtune.core.layouts import TORCH_DTYPES
-from flashtune.core.problem import Bias
+from flashtune.core.problem import Bias, Problem
 from flashtune.launch.tensors import BackwardTensors
 from flashtune.verification.cases import Case, lengths_of
 from flashtune.verification.gradients.head_sampling import Pairs, sample_pairs
@@ -29,14 +28,9 @@ from flashtune.verification.inputs.guarded_tensors import (
 from flashtune.verification.inputs.memory import Dense, Memory, MemoryFrame, fill, placed
 from flashtune.verification.inputs.placement import aside, capacities, excused, missing, query_places
 from flashtune.verification.inputs.prepared import ROWS_AFTER, CaseCache, float_values, generator_of
-from flashtune.verification.probes import NEEDLE, Probe, replaced
+from flashtune.verification.lengths import Lengths
+from flashtune.verification.probes import Probe, with_needles
 from flashtune.verification.reference.forward import sample
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from flashtune.core.problem import Problem
-    from flashtune.verification.lengths import Lengths
 
 # Heads that are not compared get a log-sum-exp of about the right size, so that probabilities are finite.
 ABOUT_ONE = 1.0
@@ -180,8 +174,6 @@ prepare_and_keep = CaseCache(prepare)
 
 
 NEEDLES = (Probe.NEEDLE, Probe.FIRST, Probe.LAST)
-# Factor of the rows between needles.
-CALM = 0.1
 
 
 def make_dout(probe: Probe, problem: Problem, block: int, generator: torch.Generator) -> Tensor:
@@ -193,27 +185,13 @@ def make_dout(probe: Probe, problem: Problem, block: int, generator: torch.Gener
     """
     shape = (problem.batch, problem.heads, problem.seqlen_q, problem.value_head_dim)
     normal = torch.randn(shape, generator=generator, device=generator.device, dtype=torch.float32)
-    return _with_needles(normal, probe, block, aside(generator, 2)) if probe in NEEDLES else normal
+    if probe not in NEEDLES:
+        return normal
+    # Neighbouring blocks, and heads that share keys, use different columns.
+    return with_needles(normal, probe, block, aside(generator, 2), (5, 3))
 
 
 def make_dlse(problem: Problem, generator: torch.Generator) -> Tensor:
     """Returns a new gradient of the log-sum-exp, float32 [batch, heads, seqlen_q]."""
     shape = (problem.batch, problem.heads, problem.seqlen_q)
     return torch.randn(shape, generator=generator, device=generator.device, dtype=torch.float32)
-
-
-def _with_needles(normal: Tensor, probe: Probe, block: int, generator: torch.Generator) -> Tensor:
-    batch, heads, rows, width = normal.shape
-    blocks = -(-rows // block)
-    if probe is Probe.FIRST:
-        offset = torch.zeros(batch, heads, blocks, dtype=torch.int64)
-    elif probe is Probe.LAST:
-        offset = torch.full((batch, heads, blocks), block - 1)
-    else:
-        offset = torch.randint(block, (batch, heads, blocks), generator=generator)
-    row = (torch.arange(blocks) * block + offset).clamp_max(rows - 1)
-    # Neighbouring blocks, and heads that share keys, use different columns.
-    column = (torch.arange(blocks) * 5 + torch.arange(heads)[:, None] * 3) % width
-    sign = torch.randint(2, (batch, heads, blocks), generator=generator) * 2.0 - 1.0
-    some_batch, some_head = torch.arange(batch)[:, None, None], torch.arange(heads)[None, :, None]
-    return replaced(CALM * normal, (some_batch, some_head, row, column), NEEDLE * sign)

@@ -6,33 +6,26 @@ exact. To bound the memory, only some pairs of a sequence and a KV head are comp
 are computed in slices of query rows, whose contributions to dk and dv are summed.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
 
 from flashtune.core.features.records import NO_EXTRA_INPUTS
-from flashtune.core.problem import Bias
+from flashtune.core.problem import Bias, Dtype, Problem
 from flashtune.verification.gradients.head_sampling import Pairs, Piece, pieces
 from flashtune.verification.gradients.scores import BackwardCase, SinkRows, Work, largest, once, work_on
 from flashtune.verification.gradients.tolerance import (
+    BF16_KEYS_FACTOR,
+    FACTOR,
     Gradient,
     RowFigures,
-    allowed_key_error,
-    allowed_query_error,
-    allowed_slope_error,
+    allowed_error,
 )
+from flashtune.verification.lengths import Lengths
 from flashtune.verification.reference.masks import Rows
 from flashtune.verification.reference.scores import score_rows, together
 from flashtune.verification.tolerance import larger, squared
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from flashtune.core.problem import Problem
-    from flashtune.verification.gradients.head_sampling import Pairs
-    from flashtune.verification.lengths import Lengths
 
 
 class OfHeads(NamedTuple):
@@ -45,6 +38,12 @@ class OfHeads(NamedTuple):
     steps: Tensor  # Largest relative error of the rows' probabilities, in float32 roundoffs.
 
 
+def by_head(rows: Tensor, problem: Problem) -> Tensor:
+    """Returns rows [pairs, group · rows, ...] as [pairs, group, rows, ...]."""
+    split: Tensor = rows.unflatten(1, (problem.group_size, -1))
+    return split
+
+
 def bias_gradient(problem: Problem, work: Work, chosen: Tensor) -> Gradient:
     """Returns the gradient of the bias in the compared rows: [pairs, group, rows, keys, 1].
 
@@ -52,11 +51,11 @@ def bias_gradient(problem: Problem, work: Work, chosen: Tensor) -> Gradient:
     errors of dP and delta. It is zero for hidden keys. `chosen` are the compared rows, [rows] in int64 on the
     CPU.
     """
-    group, errors = problem.group_size, work.errors
+    errors = work.errors
     here = torch.isin(work.rows, chosen).nonzero().flatten()
 
     def picked(rows: Tensor) -> Tensor:
-        split: Tensor = rows.unflatten(1, (group, -1))
+        split = by_head(rows, problem)
         part = split if len(here) == len(work.rows) else split[:, :, here]
         return part if part.dim() > 3 else part[..., None]
 
@@ -66,7 +65,7 @@ def bias_gradient(problem: Problem, work: Work, chosen: Tensor) -> Gradient:
     plain = (once(picked(work.plain.biased), problem) - exact).abs()
     seen = weights.bool().double()
     figures = RowFigures(plain, typical, exact.abs(), seen, picked(errors.steps).expand(seen.shape))
-    return Gradient(exact[..., None], allowed_query_error(figures, problem))
+    return Gradient(exact[..., None], allowed_error(figures, problem))
 
 
 def slope_sums(problem: Problem, work: Work, pairs: Pairs, lengths: Lengths) -> OfHeads:
@@ -80,42 +79,27 @@ def slope_sums(problem: Problem, work: Work, pairs: Pairs, lengths: Lengths) -> 
     alike = (errors.delta + errors.product) * (work.exact.weights * distance).sum(-1)
     spread = errors.weight * squared(biased * distance).sum(-1) + squared(alike)
     spread += squared(errors.least) * squared(distance).sum(-1)
+    exact, plain = -(biased * distance).sum(-1), -(work.plain.biased * distance).sum(-1)
+    return _of_heads(problem, exact, plain, spread, work.keys, errors.steps)
 
-    def of_heads(rows: Tensor) -> Tensor:
-        total: Tensor = rows.unflatten(1, (group, -1)).sum(-1)
-        return total
 
-    return OfHeads(
-        exact=-of_heads((biased * distance).sum(-1)),
-        plain=-of_heads((work.plain.biased * distance).sum(-1)),
-        spread=of_heads(spread),
-        terms=of_heads(work.keys),
-        steps=errors.steps.unflatten(1, (group, -1)).amax(-1),
-    )
+def _of_heads(problem: Problem, *figures: Tensor) -> OfHeads:
+    """Returns the partial sums of figures of rows, and the maximum of the last one."""
+    *summed, steps = (by_head(rows, problem) for rows in figures)
+    return OfHeads(*(rows.sum(-1) for rows in summed), steps.amax(-1))
 
 
 def head_gradient(problem: Problem, sums: OfHeads) -> Gradient:
     """Returns the gradients of slopes or sinks from sums over all rows. A head is a row of one element."""
     plain = (sums.plain - sums.exact).abs()
     figures = RowFigures(plain, sums.spread.sqrt(), sums.exact.abs(), sums.terms, sums.steps)
-    return Gradient(sums.exact[..., None], allowed_slope_error(figures, problem))
+    return Gradient(sums.exact[..., None], allowed_error(figures, problem, stored=Dtype.FP32))
 
 
 def sink_sums(problem: Problem, rows: SinkRows, steps: Tensor) -> OfHeads:
     """Returns the partial sums of the sinks' gradients. `steps` are those of the rows' errors."""
-    group = problem.group_size
-
-    def of_heads(of_rows: Tensor) -> Tensor:
-        total: Tensor = of_rows.unflatten(1, (group, -1)).sum(-1)
-        return total
-
-    return OfHeads(
-        of_heads(rows.exact),
-        of_heads(rows.plain),
-        of_heads(squared(rows.typical)),
-        of_heads(rows.exists),
-        steps.expand(rows.exact.shape).unflatten(1, (group, -1)).amax(-1),
-    )
+    steps = steps.expand(rows.exact.shape)
+    return _of_heads(problem, rows.exact, rows.plain, squared(rows.typical), rows.exists, steps)
 
 
 class OfKeys(NamedTuple):
@@ -174,11 +158,12 @@ def added(total: Sums | None, sums: Sums) -> Sums:
 def key_gradients(problem: Problem, scale: float, sums: OfKeys) -> tuple[Gradient, Gradient]:
     """Returns dk and dv of some pairs from the sums over all their query rows."""
     steps = sums.steps.expand(sums.queries.shape)
+    factor = BF16_KEYS_FACTOR if problem.dtype is Dtype.BF16 else FACTOR
 
     def gradient(exact: Tensor, plain: Tensor, typical: Tensor) -> Gradient:
         plain_error = largest(once(plain, problem) - exact)
         figures = RowFigures(plain_error, typical, largest(exact), sums.queries, steps)
-        return Gradient(exact, allowed_key_error(figures, problem))
+        return Gradient(exact, allowed_error(figures, problem, factor=factor))
 
     dk_typical, dv_typical = (spread.amax(-1).sqrt() for spread in (sums.dk_spread, sums.dv_spread))
     dk = gradient(scale * sums.dk, scale * sums.plain_dk, scale * dk_typical)
@@ -264,14 +249,9 @@ def _of_rows(problem: Problem, inputs: BackwardCase, work: Work, chosen: Tensor)
         terms=work.keys,
         steps=work.errors.steps,
     )
-    dq = Gradient(exact, allowed_query_error(figures, problem))
-
-    def by_head(rows: Tensor) -> Tensor:
-        split: Tensor = rows.unflatten(1, (problem.group_size, -1))
-        return split
-
+    dq = Gradient(by_head(exact, problem), by_head(allowed_error(figures, problem), problem))
     dbias = bias_gradient(problem, work, chosen) if problem.bias is Bias.ADDITIVE else None
-    return OfRows(by_head(work.out), by_head(work.lse), Gradient(*map(by_head, dq)), dbias)
+    return OfRows(by_head(work.out, problem), by_head(work.lse, problem), dq, dbias)
 
 
 def _typical(work: Work) -> Tensor:

@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch import Tensor
 
 from flashtune.core.features.records import ExtraInputs
 from flashtune.core.features.table import changed_scores, score_derivative
@@ -18,8 +19,6 @@ from flashtune.verification.reference.scores import levelled, score_rows, seen_b
 from flashtune.verification.tolerance import FLOAT32_ROUNDOFF, FUNCTION_STEPS, heaviest, norm
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from flashtune.core.problem import Problem
     from flashtune.verification.gradients.head_sampling import Pairs
     from flashtune.verification.lengths import Lengths

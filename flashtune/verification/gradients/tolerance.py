@@ -139,24 +139,12 @@ class RowFigures(NamedTuple):
     steps: Tensor  # Common relative error of all probabilities in float32 roundoffs.
 
 
-def allowed_query_error(figures: RowFigures, problem: Problem) -> Tensor:
-    """Returns the tolerance of each row of dq, or of a bias's gradient."""
-    return _allowed(figures, problem, FACTOR, problem.dtype.stored)
-
-
-def allowed_key_error(figures: RowFigures, problem: Problem) -> Tensor:
-    """Returns the tolerance of each row of dk or of dv."""
-    factor = BF16_KEYS_FACTOR if problem.dtype is Dtype.BF16 else FACTOR
-    return _allowed(figures, problem, factor, problem.dtype.stored)
-
-
-def allowed_slope_error(figures: RowFigures, problem: Problem) -> Tensor:
-    """Returns the tolerance of the gradient of each slope, which is stored in float32."""
-    return _allowed(figures, problem, FACTOR, Dtype.FP32)
-
-
-def _allowed(figures: RowFigures, problem: Problem, factor: float, stored: Dtype) -> Tensor:
+def allowed_error(
+    figures: RowFigures, problem: Problem, *, factor: float = FACTOR, stored: Dtype | None = None
+) -> Tensor:
+    """Returns the tolerance of each row of a gradient. It is stored in the inputs' dtype, or in `stored`."""
     plain, typical, largest, terms, steps = figures
+    stored = stored or problem.dtype.stored
     adding = terms.sqrt()
     if not problem.dtype.is_float32:
         adding = adding + terms * (ROUNDOFFS_OF_A_STEP / 2 / PRODUCTS_OF_A_STEP)
@@ -171,13 +159,9 @@ def beyond_order(first: Tensor, later: Tensor, allowed: Tensor, stored: torch.dt
 
     It must not be above 0. Another order of float32 sums may round an element to the neighbouring number. Its
     error before rounding is a small share of the row's tolerance. Most of the tolerance is for 16-bit
-    rounding errors, which all launches share.
-
-    Args:
-        first: Rows of one launch, [..., rows, columns].
-        later: Rows of another launch.
-        allowed: Tolerance of each row, [..., rows] in float64.
-        stored: The 16-bit dtype of the rows.
+    rounding errors, which all launches share. `first` and `later` are rows of two launches, [..., rows,
+    columns]. `allowed` are the tolerances of rows, [..., rows] in float64. `stored` is the 16-bit dtype of
+    the rows.
     """
     numbers = torch.finfo(stored)
     wide = first.double()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from flashtune.core.kernel import MAX_INT32, Alignment
-from flashtune.core.layouts import TORCH_DTYPES
+from flashtune.core.layouts import TORCH_DTYPES, Layout
 from flashtune.core.problem import Dtype
 
 # NaNs that arithmetic does not produce, so that they differ from a NaN that a kernel wrote. 8-bit floats have
@@ -42,13 +42,6 @@ class Role(enum.IntEnum):
     INPUT = 0
     OUTPUT = 1
     WORKSPACE = 2
-
-
-class Layout(enum.StrEnum):
-    """Order of batch, heads and positions in memory."""
-
-    BHSD = "bhsd"
-    BSHD = "bshd"
 
 
 class Guarded(NamedTuple):
@@ -102,7 +95,7 @@ def guarded(
         shape: [batch, heads, seqlen, head_dim].
         dtype: Element dtype. 8-bit integers and booleans have no NaN and are surrounded by 127.
         alignment: 16: all strides are multiples of 16. 8: multiples of 8, but not of 16. 1: unaligned.
-        layout: Order of heads and positions.
+        layout: Order of heads and positions, one of `DENSE_LAYOUTS`.
         device: Device of the tensor.
         role: Role of the tensor for the kernel.
         spare: Widens each row by this many alignment steps, so that tensors have different strides.

@@ -1,18 +1,17 @@
 """The inputs of a case in poisoned memory: tensors, lengths, block tables and scales of a launch."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from flashtune.core.features.records import TENSORS, ExtraInputs
 from flashtune.core.kernel import Alignment
-from flashtune.core.layouts import STORED_DTYPES, TORCH_DTYPES
-from flashtune.core.problem import Bias, KvScale
+from flashtune.core.layouts import STORED_DTYPES, TORCH_DTYPES, Layout
+from flashtune.core.problem import Bias, KvScale, Problem
 from flashtune.verification.inputs.guarded_tensors import (
     Guarded,
-    Layout,
     Role,
     guarded,
     guarded_flat,
@@ -22,22 +21,15 @@ from flashtune.verification.inputs.placement import (
     FAULTY_ENTRIES,
     Places,
     Table,
-    capacities,
     key_places,
+    key_shape,
     make_table,
     put,
     query_places,
-    starts,
+    sequence_inputs,
     unused_entries,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
-    from flashtune.core.problem import Problem
-    from flashtune.verification.lengths import Lengths
+from flashtune.verification.lengths import Lengths
 
 # Hostile lengths exceed the true ones by this. A kernel that uses them reads the poison after the tensors.
 OVER = 37
@@ -71,7 +63,7 @@ class Memory(NamedTuple):
     Attributes:
         q, k, v: Inputs, each in poisoned surroundings.
         out: The output.
-        lse: The log-sum-exp.
+        lse: The log-sum-exp, [batch, heads, seqlen_q], or [1, heads, total_q] of a varlen batch.
         extra_inputs: All extra inputs in poisoned or hostile surroundings.
         side: The extra inputs as a launch takes them.
     """
@@ -83,6 +75,11 @@ class Memory(NamedTuple):
     lse: Guarded
     extra_inputs: tuple[Guarded, ...]
     side: ExtraInputs
+
+    @property
+    def read(self) -> tuple[Guarded, ...]:
+        """All tensors that a forward kernel reads."""
+        return self.q, self.k, self.v, *self.extra_inputs
 
 
 def placed(
@@ -96,7 +93,7 @@ def placed(
     queries = (1, lengths.total_q) if problem.packed else (problem.batch, problem.seqlen_q)
     behind = frame.behind if problem.packed else 0
     rows = (queries[0], problem.heads, queries[1] + behind)
-    keys = _key_shape(problem, lengths, table)
+    keys = key_shape(problem, lengths, table, spare=2)
     own = TORCH_DTYPES[problem.dtype]
     stored = STORED_DTYPES[problem.kv_dtype] if problem.kv_dtype else own
     shapes = (
@@ -137,14 +134,6 @@ def fill(view: Tensor, values: Tensor, places: Places, *, paged: bool = False) -
         view.copy_(values)
     else:
         put(view, values, places)
-
-
-def _key_shape(problem: Problem, lengths: Lengths, table: Table | None) -> tuple[int, int, int]:
-    if table is not None:
-        return table.pages + 2, problem.kv_heads, problem.page_size
-    if problem.packed:
-        return 1, problem.kv_heads, max(1, sum(capacities(problem, lengths)))
-    return problem.batch, problem.kv_heads, problem.seqlen_kv
 
 
 def _table(problem: Problem, lengths: Lengths, frame: MemoryFrame, generator: torch.Generator) -> Table:
@@ -195,7 +184,10 @@ def _place_extra_inputs(
         copies["bias"] = _bias(problem, side.bias, frame, placing)
     if side.prefix is not None:
         copies["prefix"] = placing.integers(side.prefix, problem.seqlen_kv + OVER)
-    copies |= _lengths(problem, lengths, table, placing)
+    for name, values in sequence_inputs(problem, lengths, table).items():
+        # Cumulative lengths end with the number of rows.
+        hostile = {"seqlens_kv": problem.seqlen_kv + OVER, "block_table": -1}
+        copies[name] = placing.integers(values, hostile.get(name, int(values.flatten()[-1]) + OVER))
     if side.block_counts is not None and side.block_indices is not None:
         for name, lists, hostile in (
             ("block_counts", side.block_counts, side.block_indices.shape[-1] + OVER),
@@ -235,21 +227,6 @@ def _bias(problem: Problem, bias: Tensor, frame: MemoryFrame, placing: _Placing)
     shape = tuple(own.shape)
     copy = guarded(shape, own.dtype, alignment, frame.layout, placing.device, Role.INPUT, spare=1)
     return placing.keep(copy, own).expand(bias.shape)
-
-
-def _lengths(problem: Problem, lengths: Lengths, table: Table | None, placing: _Placing) -> dict[str, Any]:
-    copies: dict[str, Any] = {}
-    if problem.packed:
-        copies["cu_seqlens_q"] = placing.integers(starts(lengths.queries), lengths.total_q + OVER)
-        if table is None:
-            rooms = starts(capacities(problem, lengths))
-            copies["cu_seqlens_kv"] = placing.integers(rooms, int(rooms[-1]) + OVER)
-    if table is not None or problem.kv_lengths:
-        used = torch.tensor(lengths.keys, dtype=torch.int32)
-        copies["seqlens_kv"] = placing.integers(used, problem.seqlen_kv + OVER)
-    if table is not None:
-        copies["block_table"] = placing.integers(table.entries, -1)
-    return copies
 
 
 def _cache_scale(

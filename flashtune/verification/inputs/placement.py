@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
+from flashtune.core.features.records import ExtraInputs
+from flashtune.core.problem import Problem
 from flashtune.verification.inputs.guarded_tensors import BITS
 from flashtune.verification.lengths import Lengths
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from flashtune.core.problem import Problem
 
 # Unused pages, in addition to a quarter of the number of used pages.
 SPARE_PAGES = 3
@@ -94,6 +92,31 @@ def unused_entries(table: Table) -> tuple[int, ...]:
     return -1, pages, free[0] if free else pages
 
 
+def key_shape(
+    problem: Problem, lengths: Lengths, table: Table | None, *, spare: int = 0
+) -> tuple[int, int, int]:
+    """Returns the shape of keys without the head dim. A cache in pages has `spare` more pages."""
+    if table is not None:
+        return table.pages + spare, problem.kv_heads, problem.page_size
+    if problem.packed:
+        return 1, problem.kv_heads, max(1, sum(capacities(problem, lengths)))
+    return problem.batch, problem.kv_heads, problem.seqlen_kv
+
+
+def sequence_inputs(problem: Problem, lengths: Lengths, table: Table | None) -> dict[str, Tensor]:
+    """Returns the lengths and the block table as kernels take them, by name; int32 on the CPU."""
+    inputs: dict[str, Tensor] = {}
+    if problem.packed:
+        inputs["cu_seqlens_q"] = starts(lengths.queries)
+        if table is None:
+            inputs["cu_seqlens_kv"] = starts(capacities(problem, lengths))
+    if table is not None or problem.kv_lengths:
+        inputs["seqlens_kv"] = torch.tensor(lengths.keys, dtype=torch.int32)
+    if table is not None:
+        inputs["block_table"] = table.entries
+    return inputs
+
+
 def query_places(problem: Problem, lengths: Lengths) -> Places:
     """Returns the positions of queries and of output rows."""
     sequence, row = _tokens(lengths.queries)
@@ -102,16 +125,22 @@ def query_places(problem: Problem, lengths: Lengths) -> Places:
     return Places(sequence, row, torch.zeros_like(row), torch.arange(len(row)))
 
 
-def key_places(problem: Problem, lengths: Lengths, entries: Tensor | None) -> Places:
-    """Returns the positions of keys and values. `entries` is the block table on the CPU, if any."""
+def key_places(
+    problem: Problem, lengths: Lengths, entries: Tensor | None, first: Tensor | None = None
+) -> Places:
+    """Returns the positions of keys and values.
+
+    `entries` is the block table on the CPU, if any. `first` has the first row of each sequence of a varlen
+    batch, on the CPU. By default it follows from `capacities`.
+    """
     sequence, row = _tokens(lengths.keys)
     if entries is not None:
         page = entries[sequence, row // problem.page_size].to(torch.int64)
         return Places(sequence, row, page, row % problem.page_size)
     if not problem.packed:
         return Places(sequence, row, sequence, row)
-    first = starts(capacities(problem, lengths)).to(torch.int64)
-    return Places(sequence, row, torch.zeros_like(row), first[sequence] + row)
+    first = starts(capacities(problem, lengths)) if first is None else first
+    return Places(sequence, row, torch.zeros_like(row), first.to(torch.int64)[sequence] + row)
 
 
 def _tokens(lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -130,6 +159,54 @@ def put(memory: Tensor, dense: Tensor, places: Places) -> None:
     _rows(memory)[there.block, there.slot] = _rows(dense)[there.sequence, there.row]
 
 
+class SequenceLayout(NamedTuple):
+    """The positions of a problem's sequences in memory.
+
+    Attributes:
+        problem: The problem.
+        lengths: Lengths of its sequences.
+        queries_at: Positions of queries, None if tensors are padded already.
+        keys_at: Positions of keys, likewise.
+    """
+
+    problem: Problem
+    lengths: Lengths
+    queries_at: Places | None
+    keys_at: Places | None
+
+    def queries(self, memory: Tensor) -> Tensor:
+        """Returns rows of queries with zeros after each sequence, [batch, heads, seqlen_q, width]."""
+        return self._padded(memory, self.queries_at, self.problem.seqlen_q)
+
+    def keys(self, memory: Tensor) -> Tensor:
+        """Returns rows of keys with zeros after each sequence, [batch, kv_heads, seqlen_kv, width]."""
+        return self._padded(memory, self.keys_at, self.problem.seqlen_kv)
+
+    def inputs(
+        self, q: Tensor, k: Tensor, v: Tensor, side: ExtraInputs
+    ) -> tuple[Tensor, Tensor, Tensor, ExtraInputs]:
+        """Returns padded q, k and v, and the extra inputs with a scale for each key of a cache in pages."""
+        if self.problem.page_size:
+            side = side._replace(k_scale=self._of_keys(side.k_scale), v_scale=self._of_keys(side.v_scale))
+        return self.queries(q), self.keys(k), self.keys(v), side
+
+    def _of_keys(self, scale: Tensor | None) -> Tensor | None:
+        """Returns the scale of each key, [batch, kv_heads, seqlen_kv], of [pages, kv_heads]."""
+        if scale is None:
+            return None
+        of_slots = scale[:, :, None, None].expand(-1, -1, self.problem.page_size, 1)
+        return self.keys(of_slots)[..., 0]
+
+    def _padded(self, memory: Tensor, places: Places | None, rows: int) -> Tensor:
+        """Returns rows of sequences, [batch, heads, rows, width], of [blocks, heads, slots, width]."""
+        if places is None:
+            return memory
+        there = places.to(memory.device)
+        dense = memory.new_zeros(self.problem.batch, memory.shape[1], rows, memory.shape[3])
+        _rows(dense)[there.sequence, there.row] = _rows(memory)[there.block, there.slot]
+        return dense
+
+
 def _rows(tensor: Tensor) -> Tensor:
     """Returns a view [first, rows, heads, width] as integers, because torch cannot index 8-bit floats."""
     return tensor.view(BITS[tensor.element_size()]).transpose(1, 2)
@@ -138,12 +215,9 @@ def _rows(tensor: Tensor) -> Tensor:
 def pick(memory: Tensor, problem: Problem, lengths: Lengths, heads: Tensor, rows: Tensor) -> Tensor:
     """Returns some rows of some heads of an output or a log-sum-exp: [heads, rows, ...].
 
-    Args:
-        memory: [batch, heads, rows, ...], or [1, heads, total_q, ...] of a varlen batch.
-        problem: Whether it is varlen.
-        lengths: Lengths of the sequences.
-        heads: The heads, each as `sequence · heads of a sequence + head`.
-        rows: Rows of a sequence. Rows that a shorter sequence does not have are replaced by other rows.
+    `memory` is [batch, heads, rows, ...], or [1, heads, total_q, ...] of a varlen batch. Each head is
+    `sequence · heads of a sequence + head`. Rows that a shorter sequence does not have are replaced by other
+    rows.
     """
     batch, head = heads // problem.heads, heads % problem.heads
     if not problem.packed:
@@ -174,9 +248,8 @@ def missing(problem: Problem, lengths: Lengths, heads: Tensor, rows: Tensor) -> 
 def excused(allowed: Tensor, absent: Tensor | None) -> Tensor:
     """Returns tolerances that accept anything for absent rows, in whose place other rows are compared.
 
-    Args:
-        allowed: Tolerances in float64, on any device.
-        absent: Boolean of the same shape on the CPU, or None if no rows are absent.
+    `allowed` is in float64, on any device. `absent` is a boolean of the same shape on the CPU, or None if no
+    rows are absent.
     """
     return allowed if absent is None else allowed + (ANYTHING * absent.double()).to(allowed.device)
 

@@ -1,16 +1,15 @@
 """A case's tensors and reference, made on the device and, for the levels of a search, cached."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import secrets
 import zlib
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 import torch
+from torch import Tensor
 
 from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.kernel import Alignment
@@ -19,17 +18,13 @@ from flashtune.core.problem import Bias
 from flashtune.request.quantization import E4M3, LARGEST
 from flashtune.verification.cases import Case, lengths_of
 from flashtune.verification.inputs.guarded_tensors import Guarded, checksum
-from flashtune.verification.inputs.memory import Dense, MemoryFrame, placed
+from flashtune.verification.inputs.memory import Dense, Memory, MemoryFrame, placed
 from flashtune.verification.inputs.placement import aside, excused, missing
 from flashtune.verification.inputs.side_inputs import make_side, store
+from flashtune.verification.lengths import Lengths
 from flashtune.verification.probes import Values, make_values
 from flashtune.verification.reference.forward import Expected, Sample, expect, sample
 from flashtune.verification.tolerance import inverse
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from flashtune.verification.lengths import Lengths
 
 # Number of consecutive seeds that one check may use, at the strict level.
 STEPS_PER_SEED = 10
@@ -84,24 +79,14 @@ class Prepared(NamedTuple):
     """A case's tensors and reference.
 
     Attributes:
-        q, k, v: Inputs, each in poisoned surroundings.
-        extra_inputs: Extra input tensors, each in poisoned or hostile surroundings.
-        side: The extra inputs as a launch takes them.
-        out: The output.
-        lse: The log-sum-exp, [batch, heads, seqlen_q], or [1, heads, total_q] of a varlen batch.
+        memory: The tensors of a launch.
         lengths: Lengths of the sequences.
         chosen: The compared rows.
         expected: Their reference. Rows that a varlen sequence does not have may be anything.
         checksum: Sums of the bits of all inputs.
     """
 
-    q: Guarded
-    k: Guarded
-    v: Guarded
-    extra_inputs: tuple[Guarded, ...]
-    side: ExtraInputs
-    out: Guarded
-    lse: Guarded
+    memory: Memory
     lengths: Lengths
     chosen: Sample
     expected: Expected
@@ -110,12 +95,17 @@ class Prepared(NamedTuple):
     @property
     def read(self) -> tuple[Guarded, ...]:
         """All tensors that the kernel reads."""
-        return self.q, self.k, self.v, *self.extra_inputs
+        return self.memory.read
 
     @property
     def written(self) -> dict[str, Guarded]:
         """All tensors that a kernel may write, by name."""
-        return {"out": self.out, "lse": self.lse}
+        return {"out": self.memory.out, "lse": self.memory.lse}
+
+    @property
+    def side(self) -> ExtraInputs:
+        """The extra inputs as a launch takes them."""
+        return self.memory.side
 
 
 def prepare(case: Case, alignment: Alignment, device: torch.device, seed: int) -> Prepared:
@@ -135,9 +125,7 @@ def prepare(case: Case, alignment: Alignment, device: torch.device, seed: int) -
     expected = expected._replace(
         allowed=excused(expected.allowed, absent), lse_allowed=excused(expected.lse_allowed, absent)
     )
-    lies = (memory.q, memory.k, memory.v, memory.extra_inputs, memory.side, memory.out, memory.lse)
-    inputs = checksum((memory.q, memory.k, memory.v, *memory.extra_inputs))
-    return Prepared(*lies, lengths, chosen, expected, inputs)
+    return Prepared(memory, lengths, chosen, expected, checksum(memory.read))
 
 
 def generator_of(case: Case, device: torch.device, seed: int) -> torch.Generator:

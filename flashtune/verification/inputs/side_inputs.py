@@ -3,26 +3,21 @@
 Tensors are made in padded form, [batch, heads, ...]. `memory.py` copies them to the kernel's memory layout.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from flashtune.core.features.records import ExtraInputs
 from flashtune.core.features.table import usual_inputs
 from flashtune.core.layouts import LARGEST_STORED, STORED_DTYPES, TORCH_DTYPES
 from flashtune.core.problem import Bias, BlockLists, Dtype, Feature, KvDtype, KvScale, Problem
 from flashtune.verification.inputs.placement import aside
+from flashtune.verification.lengths import Lengths
 from flashtune.verification.probes import DEPTH, Probe
 from flashtune.verification.reference.scores import FINITE_MASK
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from flashtune.verification.lengths import Lengths
 
 # Softcaps: one that changes normal scores, and wider ones that preserve the scores of other probes.
 TIGHT_CAP, WIDE_CAP, DEEP_CAP = 2.5, 30.0, 50.0

@@ -3,25 +3,18 @@
 Dropout uses the same random number generator as the kernels.
 """
 
-from __future__ import annotations
-
 import itertools
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from flashtune.core.features.masks import both, seen_blocks, seen_keys
+from flashtune.core.features.records import ExtraInputs
 from flashtune.core.problem import Bias, BlockLists, Causal, Problem
 from flashtune.request.dropout import kept_weights
 from flashtune.verification.inputs.placement import is_all
 from flashtune.verification.lengths import Lengths
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from flashtune.core.features.records import ExtraInputs
-    from flashtune.core.problem import Problem
-    from flashtune.verification.lengths import Lengths
 
 # At most this many comparisons of rows with keys are done on the CPU, which takes a few milliseconds.
 FEW_COMPARISONS = 2**22

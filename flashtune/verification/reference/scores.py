@@ -5,17 +5,18 @@ keys, many query heads share a KV head. Copies for each of these heads would tak
 share one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from flashtune.core.features.description import ScoreRows
+from flashtune.core.features.records import ExtraInputs, FeatureFields
 from flashtune.core.features.table import FEATURES
 from flashtune.core.problem import Bias, Causal, Problem
 from flashtune.verification.inputs.placement import is_all
+from flashtune.verification.lengths import Lengths
 from flashtune.verification.reference.masks import (
     COMPARISONS_OF_A_MASK,
     Rows,
@@ -26,13 +27,6 @@ from flashtune.verification.reference.masks import (
     places,
     unhidden_keys,
 )
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from flashtune.core.features.records import ExtraInputs, FeatureFields
-    from flashtune.core.problem import Problem
-    from flashtune.verification.lengths import Lengths
 
 # Scores of a chunk, in elements. A few float64 copies of them exist at once.
 CHUNK_SCORES = {"cuda": 2**24, "cpu": 2**21}

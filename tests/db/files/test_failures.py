@@ -16,6 +16,7 @@ from sqlalchemy import Engine, event
 from flashtune.core.errors import StoreError
 from flashtune.core.record import Record
 from flashtune.core.session import SESSION
+from flashtune.db import creation
 from flashtune.db.light.reader import open_reader
 from flashtune.db.light.self_checks import remember_check
 from flashtune.db.store import Store, open_store
@@ -50,6 +51,21 @@ def filled(path: Path, make_record: MakeRecord) -> Path:
 def test_damaged_files_are_refused(filled: Path, damage: Callable[[bytes], bytes], reason: str) -> None:
     filled.write_bytes(damage(filled.read_bytes()))
     refused(filled, reason)
+
+
+def test_file_replaced_after_its_creation_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def create_other(path: Path) -> None:
+        with closing(sqlite3.connect(path)) as connection:
+            connection.execute("CREATE TABLE bookmarks (url TEXT)")
+
+    for create, reason in (
+        (create_other, "is not a flashtune database"),
+        (lambda path: path.write_bytes(b""), "another process replaced the database"),
+    ):
+        monkeypatch.setattr(creation, "create_database", create)
+        with pytest.raises(StoreError, match=reason):
+            open_store(str(path))
+        path.unlink()
 
 
 def test_damaged_pages_are_reported_when_read(filled: Path, tmp_path: Path, make_record: MakeRecord) -> None:

@@ -131,8 +131,8 @@ def test_masks_are_equal_on_cpu_and_gpu(name: str, monkeypatch: pytest.MonkeyPat
             monkeypatch.setattr(masks, "FEW_COMPARISONS", most)
             made.append(prepare(case, Alignment.SIXTEEN, device, seed))
         by_host, by_gpu = made
-        assert torch.equal(by_host.q.bits, by_gpu.q.bits), case.label
-        assert torch.equal(by_host.k.bits, by_gpu.k.bits), case.label
+        assert torch.equal(by_host.memory.q.bits, by_gpu.memory.q.bits), case.label
+        assert torch.equal(by_host.memory.k.bits, by_gpu.memory.k.bits), case.label
         assert torch.equal(by_host.expected.out, by_gpu.expected.out), case.label
         assert torch.equal(by_host.expected.allowed, by_gpu.expected.allowed), case.label
 

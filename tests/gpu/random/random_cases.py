@@ -6,10 +6,10 @@ from collections.abc import Callable
 import msgspec
 
 from flashtune.core.config import Config
+from flashtune.core.layouts import DENSE_LAYOUTS
 from flashtune.core.problem import Causal, Problem
 from flashtune.verification.cases import SCALES, Case, splits_of, tile_of
 from flashtune.verification.gradients.cases import tiles_of
-from flashtune.verification.inputs.guarded_tensors import Layout
 from flashtune.verification.lengths import Lengths, is_ragged
 from flashtune.verification.probes import Probe
 
@@ -48,7 +48,7 @@ def random_case(chance: random.Random, problem: Problem, config: Config) -> Case
         probe=_probe(chance, problem),
         block=tiles_of(config, reduced=False).least if problem.is_backward else tile_of(config)[1],
         scale=chance.choice(SCALES) * problem.head_dim**-0.5,
-        layout=chance.choice(tuple(Layout)),
+        layout=chance.choice(DENSE_LAYOUTS),
         repeats=2,
         lengths=drawn if is_ragged(problem) else msgspec.UNSET,
     )

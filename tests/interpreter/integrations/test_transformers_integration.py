@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from flashtune.core.session import SESSION
 from flashtune.integrations import transformers as integration
 from flashtune.integrations import transformers_jobs, transformers_masks
-from flashtune.integrations.transformers_jobs import Job, Layer, job_of, refused_jobs
+from flashtune.integrations.transformers_jobs import Job, job_of, layer_of, refused_jobs
 from flashtune.request.dropout import draw_seed, kept_weights
 from flashtune.runtime import deferred
 from tests.support.models.transformers_models import (
@@ -88,7 +88,7 @@ def test_refused_causal_mask_is_merged_with_the_bias() -> None:
     bias = torch.randn(1, 2, 12, 12)
 
     def made() -> Job | None:
-        return job_of(Layer((q, k, v), None, bias, True, 1.0, {}))
+        return job_of(layer_of((q, k, v), None, bias, True, 1.0, {}))
 
     apart = made()
     assert apart is not None

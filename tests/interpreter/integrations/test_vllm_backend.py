@@ -1,15 +1,14 @@
 """Tests of the vLLM backend in Triton's interpreter, against float64, over stubs of vLLM's classes."""
 
-from __future__ import annotations
-
 import importlib
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from flashtune.request.call import Call
 from tests.problems.serving_batches import (
     CASES,
     DECODING,
@@ -25,9 +24,6 @@ from tests.problems.serving_batches import (
 )
 from tests.problems.vllm_objects import builder, common, layer_of, packed_cache, scales_of, split
 from tests.support import host_stubs
-
-if TYPE_CHECKING:
-    from flashtune.request.call import Call
 
 
 @pytest.fixture(name="vllm")

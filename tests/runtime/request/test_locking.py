@@ -12,6 +12,7 @@ import pytest
 from filelock import FileLock, Timeout
 
 from flashtune.core.files import alone_with
+from flashtune.core.locks import ModuleLock
 
 HOLD = """
 import sys, time
@@ -21,16 +22,18 @@ with alone_with(Path(sys.argv[1]), 5.0):
     print("held", flush=True)
     time.sleep(60.0)
 """
-FORK = """
+FORK = r"""
 import os, sys, time
 from pathlib import Path
 from flashtune.core.files import alone_with
 with alone_with(Path(sys.argv[1]), 5.0):
     child = os.fork()
-    if not child:
-        time.sleep(60.0)
-        os._exit(0)
-print(child, flush=True)
+    if child:
+        os.write(1, b"%d\n" % child)
+        time.sleep(float(sys.argv[2]))
+if not child:
+    os.write(1, b"left\n")
+    time.sleep(60.0)
 """
 
 
@@ -67,16 +70,44 @@ def test_lock_waits_for_live_processes_only(tmp_path: Path) -> None:
         pass
 
 
-def test_forked_child_does_not_hold_the_lock(tmp_path: Path) -> None:
+@pytest.mark.parametrize("seconds", [0.0, 60.0], ids=["released", "killed"])
+def test_forked_child_does_not_hold_the_lock(tmp_path: Path, seconds: float) -> None:
     path = tmp_path / "lock"
-    with subprocess.Popen([sys.executable, "-c", FORK, str(path)], stdout=subprocess.PIPE) as parent:
+    command = [sys.executable, "-c", FORK, str(path), str(seconds)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
-        child = int(parent.stdout.readline())
+        lines = [parent.stdout.readline(), parent.stdout.readline()]
+        child = int(next(line for line in lines if line != b"left\n"))
         try:
+            if seconds:
+                with pytest.raises(TimeoutError), alone_with(path, 0.1):
+                    pass  # the child left the block, and the parent did not
+                parent.kill()
             with alone_with(path, 1.0):
                 pass
         finally:
             os.kill(child, signal.SIGKILL)
+
+
+def test_lock_of_a_module_is_free_in_a_forked_child() -> None:
+    lock, held, ends = ModuleLock(), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with lock:
+            held.set()
+            ends.wait(60.0)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait(60.0)
+    child = os.fork()
+    if not child:
+        signal.alarm(10)
+        with lock, lock:
+            os._exit(0)
+    ends.set()
+    thread.join()
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_removed_lock_file_does_not_block(tmp_path: Path) -> None:

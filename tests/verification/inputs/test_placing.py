@@ -8,11 +8,13 @@ import torch
 
 from flashtune import testing
 from flashtune.core.kernel import Alignment, specialization_of
+from flashtune.core.layouts import DENSE_LAYOUTS, Layout
 from flashtune.core.problem import KvDtype, KvScale
 from flashtune.verification.cases import Case
-from flashtune.verification.inputs.guarded_tensors import Layout, stray_writes
+from flashtune.verification.inputs.guarded_tensors import stray_writes
+from flashtune.verification.inputs.memory import Memory
 from flashtune.verification.inputs.placement import FAULTY_ENTRIES, excused, starts
-from flashtune.verification.inputs.prepared import ROWS_AFTER, Prepared, prepare
+from flashtune.verification.inputs.prepared import ROWS_AFTER, prepare
 from flashtune.verification.lengths import Lengths, usual_lengths
 from flashtune.verification.probes import Probe
 from flashtune.verification.tolerance import worst_ratio
@@ -24,7 +26,7 @@ a_problem = functools.partial(
 )
 
 
-def ready(alignment: Alignment = Alignment.EIGHT, layout: Layout = Layout.BSHD, **fields: Any) -> Prepared:
+def ready(alignment: Alignment = Alignment.EIGHT, layout: Layout = Layout.BSHD, **fields: Any) -> Memory:
     faulty = fields.pop("faulty", False)
     lengths = Lengths((7, 0, 3) if "packed" in fields else (7, 7, 7), (33, 0, 16))
     problem = a_problem(**fields)
@@ -37,10 +39,10 @@ def ready(alignment: Alignment = Alignment.EIGHT, layout: Layout = Layout.BSHD, 
         lengths=lengths,
         faulty=faulty,
     )
-    return prepare(case, alignment, CPU, 1)
+    return prepare(case, alignment, CPU, 1).memory
 
 
-@pytest.mark.parametrize("layout", list(Layout))
+@pytest.mark.parametrize("layout", DENSE_LAYOUTS)
 @pytest.mark.parametrize("kv_dtype", [None, KvDtype.E4M3, KvDtype.INT8])
 def test_unused_pages_are_poisoned(layout: Layout, kv_dtype: KvDtype | None) -> None:
     one = ready(layout=layout, page_size=16, kv_dtype=kv_dtype, kv_scale=KvScale.PAGE)

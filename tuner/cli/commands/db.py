@@ -11,7 +11,7 @@ import click
 import msgspec
 
 from flashtune.core.errors import FlashtuneError, StoreError, UsageError, VerificationError, printable
-from flashtune.core.record import Outcome
+from flashtune.core.record import Outcome, Record
 from flashtune.tuner.cli.command import Group
 from flashtune.tuner.cli.options import (
     complete_families,
@@ -30,7 +30,6 @@ from flashtune.tuner.cli.output import (
 
 if TYPE_CHECKING:
     from flashtune.core.problem import Problem
-    from flashtune.core.record import Record
     from flashtune.db import forgetting
 
 AGE = re.compile(r"(\d{1,6})([mhdw])")

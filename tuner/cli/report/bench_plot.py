@@ -7,13 +7,12 @@ import math
 from typing import TYPE_CHECKING
 
 from flashtune.core.errors import UsageError
-from flashtune.tuner.bench.results import speed_of
+from flashtune.tuner.bench.results import BenchRun, speed_of
 from flashtune.tuner.cli.report.bench_terminal import CEILING, COPY, Panel, panels
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
-    from flashtune.tuner.bench.results import BenchRun
 
 COLUMNS = 2
 PANEL_HEIGHT = 340

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from flashtune.tuner.analysis.model_overview import Overview, Way
+from flashtune.tuner.analysis.model_overview import Overview, Point, Way
 from flashtune.tuner.cli.output import UNFOLDED, plain, print_heading, quantity
 from flashtune.tuner.workloads.model_sizes import Phase
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
-    from flashtune.tuner.analysis.model_overview import Overview, Point
 
 WHAT = {
     Phase.PREFILL: "of a whole prompt",
