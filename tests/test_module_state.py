@@ -30,6 +30,8 @@ STATE = {
     "launch/tma_descriptors.py _thread": "descriptors of one thread's launches",
     "launch/workspaces.py _kept": "GPU memory of launches, by stream",
     "core/files.py _lock_files": "a forked child closes them",
+    "core/files.py _lock_faults": "file systems of folders, below all sessions",
+    "core/notices.py _seen_messages": "warnings of modules below all sessions",
     "core/notices.py _telling": "guards warnings",
 }
 # Modules whose classes have the caches of a session.
@@ -42,6 +44,7 @@ FUNCTIONS = {
     "dispatch/masked_sdpa.py _levels": "CUDA graphs may read the tensors",
     "dispatch/sdpa_times.py _schedule_ms": "a function of its arguments",
     "dispatch/masked_sdpa.py _unfused_leads": "a function of its arguments",
+    "dispatch/tables.py tuned_records": "decisions do not change in a process",
     "dispatch/versions.py current_versions": "installed versions do not change",
     "integrations/operator_overrides.py _allocators": "a function of its arguments",
     "integrations/sglang_backend.py backend_class": "a class is defined once",
