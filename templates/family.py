@@ -1,6 +1,6 @@
 """The interface of kernel families. Each folder here implements it."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 import msgspec
@@ -13,11 +13,9 @@ from flashtune.core.target import Target
 C_contra = TypeVar("C_contra", bound=Config, contravariant=True)
 
 
-class Context(msgspec.Struct, frozen=True):
-    """Base of the values that a template gets in addition to its config's fields.
-
-    A value replaces the config's field of the same name. Values are ints, bools and enums, never text.
-    """
+# The values that a template gets in addition to its config's fields, which they replace. They are ints,
+# bools, enums, and tuples, structs and further contexts of these, never text.
+Context: TypeAlias = Mapping[str, object]
 
 
 class BytesItem(msgspec.Struct, frozen=True):
@@ -27,12 +25,16 @@ class BytesItem(msgspec.Struct, frozen=True):
     bytes: int
 
 
+Arguments: TypeAlias = tuple[Argument, ...]
+BytesItems: TypeAlias = tuple[BytesItem, ...]
+
+
 class PerformanceModel(Protocol[C_contra]):
     """The performance model of a family: minimum SRAM, makespan and HBM traffic of each config."""
 
     def sram_items(
         self, problem: Problem, config: C_contra, target: Target, specialization: Specialization
-    ) -> tuple[BytesItem, ...]:
+    ) -> BytesItems:
         """Returns the SRAM model, item by item, in bytes: a lower bound of the compiler's SRAM."""
         ...
 
@@ -52,9 +54,7 @@ class PerformanceModel(Protocol[C_contra]):
         """Returns configs of the space that differ from one only in the schedule of work on the GPU."""
         return ()
 
-    def hbm_items(
-        self, problem: Problem, config: C_contra, target: Target | None = None
-    ) -> tuple[BytesItem, ...]:
+    def hbm_items(self, problem: Problem, config: C_contra, target: Target | None = None) -> BytesItems:
         """Returns HBM traffic of the loop order, item by item, in bytes.
 
         Without a target, every load of a tile counts, as if there were no cache. With one, repeated loads
@@ -107,9 +107,7 @@ class FamilyOf(PerformanceModel[C_contra], Protocol[C_contra]):
         """Returns the values for the template, without the fields of the config."""
         ...
 
-    def arguments(
-        self, problem: Problem, config: C_contra, specialization: Specialization
-    ) -> tuple[Argument, ...]:
+    def arguments(self, problem: Problem, config: C_contra, specialization: Specialization) -> Arguments:
         """Returns the kernel's run-time arguments, in order, for this specialisation."""
         ...
 

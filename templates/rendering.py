@@ -13,7 +13,7 @@ from flashtune.core.errors import KernelError
 from flashtune.core.kernel import Kernel, Specialization
 from flashtune.core.problem import Problem
 from flashtune.templates.common.args.side import side_names
-from flashtune.templates.common.checks import checks_of
+from flashtune.templates.common.checks import check_context
 from flashtune.templates.dead_branches import remove_dead_branches
 from flashtune.templates.docstring_rows import remove_absent_rows
 from flashtune.templates.family import Context, Family, kernel_of_source
@@ -32,9 +32,10 @@ def render(family: Family, problem: Problem, config: Config, specialization: Spe
     name; `side_names` and others have the names of extra inputs.
     """
     environment = _environment()
-    values = _values(config) | _values(family.context(problem, config, specialization))
+    context = family.context(problem, config, specialization)
+    values = _checked_values({**msgspec.structs.asdict(config), **context})
     kernel = kernel_of_source(family, problem, config, specialization, "")
-    check_values = _values(checks_of(family, problem, specialization))
+    check_values = _checked_values(check_context(family, problem, specialization))
     checks = remove_dead_branches(environment.get_template(CHECKS).render(check_values), _flags(check_values))
     parameters = _parameters(kernel)
     source = environment.get_template(f"{family.name}/{TEMPLATE}").render(
@@ -57,20 +58,12 @@ def _parameters(kernel: Kernel) -> dict[str, list[str]]:
     return {entry: [argument.name for argument in items] for entry, items in arguments.items()}
 
 
-def _values(struct: Config | Context) -> dict[str, object]:
-    """Returns the fields of a config or a context, and a context's properties."""
-    names = list(struct.__struct_fields__)
-    if isinstance(struct, Context):
-        names += [name for name in dir(type(struct)) if isinstance(getattr(type(struct), name), property)]
-    return {name: _checked(name, getattr(struct, name)) for name in names}
-
-
-def _flags(values: Mapping[str, object]) -> dict[str, bool]:
+def _flags(values: Context) -> dict[str, bool]:
     """Returns the flags of a template: all booleans, with names in capital letters."""
     flags = {name.upper(): value for name, value in values.items() if isinstance(value, bool)}
     for value in values.values():
-        if isinstance(value, Context):
-            flags |= _flags(_values(value))
+        if isinstance(value, Mapping):
+            flags |= _flags(value)
     return flags
 
 
@@ -90,6 +83,10 @@ def _read_template(name: str) -> str:
     return resources.files(PACKAGE).joinpath(*name.split("/")).read_text(encoding="utf-8")
 
 
+def _checked_values(values: Context, prefix: str = "") -> Context:
+    return {name: _checked(prefix + name, value) for name, value in values.items()}
+
+
 def _checked(name: str, value: object) -> object:
     """Rejects text: a stored table must not be able to insert code into a kernel."""
     if isinstance(value, (int, enum.Enum)):
@@ -100,4 +97,6 @@ def _checked(name: str, value: object) -> object:
         for field in value.__struct_fields__:
             _checked(f"{name}.{field}", getattr(value, field))
         return value
+    if isinstance(value, Mapping):
+        return _checked_values(value, f"{name}.")
     raise KernelError(f"template values must be ints, bools or enums, and {name} is {type(value).__name__}")

@@ -85,14 +85,14 @@ def is_state(name: str, value: ast.expr | None) -> bool:
 
 
 def test_modules_have_no_other_mutable_state() -> None:
-    found = set()
+    names = set()
     for path, tree in module_trees():
         for node in tree.body:
             if isinstance(node, ast.Assign | ast.AnnAssign):
                 target = node.targets[0] if isinstance(node, ast.Assign) else node.target
                 if is_state(ast.unparse(target), node.value):
-                    found.add(f"{path} {ast.unparse(target)}")
-    assert found == {*STATE}
+                    names.add(f"{path} {ast.unparse(target)}")
+    assert names == {*STATE}
 
 
 def test_entries_of_caches_are_added_by_a_function_with_a_limit() -> None:
@@ -115,10 +115,11 @@ def test_entries_of_caches_are_added_by_a_function_with_a_limit() -> None:
 
 
 def test_no_other_functions_keep_their_results() -> None:
-    found = {
+    names = {
         f"{path} {node.name}"
         for path, tree in module_trees()
         for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef) and any(called(one) in CACHES for one in node.decorator_list)
+        if isinstance(node, ast.FunctionDef)
+        and any(called(decorator) in CACHES for decorator in node.decorator_list)
     }
-    assert found == {*FUNCTIONS}
+    assert names == {*FUNCTIONS}

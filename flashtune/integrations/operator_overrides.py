@@ -94,30 +94,20 @@ class ForwardOperator(Protocol):
     """A forward operator."""
 
     name: str  # Its name in the library `aten`.
-    flags: int = 2  # The number of arguments after the fourth that are not numbers.
-    has_options: bool = True  # Whether calls differ by options, and by whether gradients are recorded.
+    flags: int  # The number of arguments after the fourth that are not numbers.
+    has_options: bool  # Whether calls differ by options, and by whether gradients are recorded.
     # Whether calls without a fifth argument, which begins packed sequences, are passed on.
-    is_packed: bool = False
+    is_packed: bool
 
     def read(self, args: tuple[Any, ...], options: dict[str, Any], /) -> Reading | None:
         """Returns the call, or None if flashtune does not compute such calls of the operator."""
         ...
 
     def inputs(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        other: Tensor | None,
-        known: Options,
-        /,
+        self, q: Tensor, k: Tensor, v: Tensor, other: Tensor | None, known: Options, /
     ) -> Inputs | None:
-        """Returns the inputs of a later call with the same options.
-
-        None if each call must be read. That is the default, because packed sequences differ in each.
-        """
-        del q, k, v, other, known
-        return None
+        """Returns the inputs of a later call with the same options. None if each call must be read."""
+        ...
 
     def results(self, result: Result, args: tuple[Any, ...], options: Options, /) -> Any:
         """Returns the operator's results from those of a kernel for a call with these options."""
@@ -154,8 +144,8 @@ def forward_override(operator: ForwardOperator, original: Kernel, session: Sessi
         keyset: object, q: Tensor, k: Tensor, v: Tensor, other: Tensor | None, *flags: Any, **options: Any
     ) -> Any:
         # These lines are the host time of calls that are passed on.
-        given = None if other is None else (other.shape, other.stride(), other.dtype)
-        short: tuple[object, ...] = q.shape, k.shape, q.dtype, given, flags[skipped:], same_bits()
+        other_kind = None if other is None else (other.shape, other.stride(), other.dtype)
+        short: tuple[object, ...] = q.shape, k.shape, q.dtype, other_kind, flags[skipped:], same_bits()
         if operator.has_options:
             short = *short, torch.is_grad_enabled(), *_settings(options)
         if short in refused or (pauses_here() and is_paused()):
@@ -165,16 +155,16 @@ def forward_override(operator: ForwardOperator, original: Kernel, session: Sessi
         strides = q.stride(), k.stride(), v.stride()
         devices = q.device, k.device, v.device, None if other is None else other.device
         key = short, strides, v.shape, k.dtype, v.dtype, devices
-        found = served.get(key)
-        if found is not None and (scale is None or 0.0 <= scale <= MAX_FLOAT32):
-            inputs = operator.inputs(q, k, v, other, found.options)
+        entry = served.get(key)
+        if entry is not None and (scale is None or 0.0 <= scale <= MAX_FLOAT32):
+            inputs = operator.inputs(q, k, v, other, entry.options)
             if inputs is not None:
                 q_, k_, v_, side = inputs
-                return operator.results(found.forward(q_, k_, v_, scale, side), args, found.options)
-        known = _known(session, operator, args, options, refused, short)
-        if known is None:
+                return operator.results(entry.forward(q_, k_, v_, scale, side), args, entry.options)
+        prepared = _known(session, operator, args, options, refused, short)
+        if prepared is None:
             return original(keyset, *args, **options)
-        reading, passes = known
+        reading, passes = prepared
         call = reading.call
         if not session.recordings and operator.inputs(q, k, v, other, call.options) is not None:
             keep(served, key, Served(passes.forward, call.options))
@@ -202,11 +192,11 @@ def backward_override(operator: BackwardOperator, original: Kernel, session: Ses
     """Returns the override of a backward operator with an original kernel."""
 
     def override(keyset: object, *args: Any, **options: Any) -> Any:
-        known = _known(session, operator, args, options)
-        backward = None if known is None else known[1].backward
-        if known is None or backward is None:
+        prepared = _known(session, operator, args, options)
+        backward = None if prepared is None else prepared[1].backward
+        if prepared is None or backward is None:
             return original(keyset, *args, **options)
-        reading = known[0]
+        reading = prepared[0]
         call = reading.call
         out, lse, dout = operator.saved(args, reading)
         gradients = backward(BackwardInputs(*call[:3], out, lse, dout, None, call.scale, call.side))
@@ -315,7 +305,7 @@ def _allocators(
     """Returns functions that allocate both states, and the number of elements before the first one."""
     before = MARK // dtype.itemsize
     shape = (before + (sizes[0] if sizes else 1),)
-    first, second = (torch.empty(one, dtype=dtype, device="meta") for one in (shape, ()))
+    first, second = (torch.empty(extents, dtype=dtype, device="meta") for extents in (shape, ()))
     return allocator(first, device), allocator(second, device), before
 
 

@@ -124,8 +124,8 @@ class DenseBackward:
 
     def results(self, gradients: Gradients, reading: Reading) -> tuple[Tensor | None, ...]:
         """Returns the gradients of query, key and value. The efficient backend has one of the bias too."""
-        found = _heads_first(gradients.dq, reading.call.options), gradients.dk, gradients.dv
-        return found if self._is_cudnn else (*found, None)
+        returned = _heads_first(gradients.dq, reading.call.options), gradients.dk, gradients.dv
+        return returned if self._is_cudnn else (*returned, None)
 
 
 def _reading(
@@ -162,11 +162,11 @@ def is_dense(tensor: Tensor, order: tuple[int, ...]) -> bool:
     if strides[-1] != 1 and shape[-1] > 1:
         return False
     least = shape[-1]
-    for place in reversed(order):
-        if shape[place] > 1:
-            if strides[place] < least:
+    for dimension in reversed(order):
+        if shape[dimension] > 1:
+            if strides[dimension] < least:
                 return False
-            least = strides[place] * shape[place]
+            least = strides[dimension] * shape[dimension]
     return True
 
 

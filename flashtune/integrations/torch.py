@@ -90,9 +90,9 @@ class Overrides:
         self._overrides: dict[str, Kernel] = {}
         self._kernels: list[Any] = []
         try:
-            for one in forward:
-                if (original := self._original(one.name)) is not None:
-                    self._register(one.name, forward_override(one, original))
+            for override in forward:
+                if (original := self._original(override.name)) is not None:
+                    self._register(override.name, forward_override(override, original))
             for other in backward:
                 if (original := self._original(other.name)) is not None:
                     self._register(other.name, backward_override(other, original))
@@ -189,10 +189,10 @@ class RegisteredNames:
             raise UsageError(
                 f"torch {torch.__version__} is too new: install an older one or a newer flashtune"
             )
-        known = sorted({NAME, *KNOWN, *registered})
+        accepted = sorted({NAME, *KNOWN, *registered})
         for name in names:
-            if name not in known:
-                words = " or ".join(map(repr, known))
+            if name not in accepted:
+                words = " or ".join(map(repr, accepted))
                 raise UsageError(f"names has {shown(name)}, which no program activates: pass {words}")
         self._registered: dict[str, Callable[..., Any]] = registered
         self._earlier = {name: registered.get(name) for name in names}

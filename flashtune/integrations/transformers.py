@@ -145,8 +145,8 @@ def attention(
 
 def _computed(layer: Layer, softcap: float | None, sinks: Tensor | None, dropout: float) -> Tensor | None:
     """Returns the output of a layer by flashtune, or None if transformers' attention serves it."""
-    given = layer.q, layer.k, layer.v
-    is_eager = runs_eagerly(*given) and not is_tracing()
+    operands = layer.q, layer.k, layer.v
+    is_eager = runs_eagerly(*operands) and not is_tracing()
     if layer.q.device.type not in DEVICES or not (is_compiling() or is_eager):
         return None
     layer = layer.casted()

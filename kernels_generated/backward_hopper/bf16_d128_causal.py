@@ -9,7 +9,7 @@ Config       block_m 64, block_n 128, num_stages 2, do_stages 2, ds_stages 2, ea
              defer_dp_wait True, early_dk True, init_accumulators True, defer_dq True, alternate_dq True,
              stagger_start False, interleaved_heads 1
 Assumes      addresses and strides that are multiples of 16 bytes
-Template     backward_hopper 46b0f46d5762
+Template     backward_hopper 1b4380490abf
 
 Algorithm
   prepare:   delta = rowsum(dout * out); sums of dq = 0
@@ -57,8 +57,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 try:
     from triton.experimental.gluon import aggregate
-except ImportError:
-    # Before Triton 3.9.
+except ImportError:  # before Triton 3.9
     from triton.language.core import _aggregate as aggregate
 
 # Triton 3.9 renamed the copies.

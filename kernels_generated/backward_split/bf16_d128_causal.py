@@ -9,7 +9,7 @@ With         no features
 Config       block_m 64, block_n 128, 8 warps, 2 stages; for dq block_m 128, block_n 64, 8 warps, 2 stages;
              split_masked_loop True, split_head_dim False, lpt True, heads_innermost False, maxnreg 0, input_precision ieee
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     backward_split bfb6e4998891
+Template     backward_split 7ebff29e1c25
 
   delta:                 for each row: delta = rowsum(dout * out); lse in units of log2
   backward_split:        for each block of keys, in parallel:
@@ -24,11 +24,11 @@ Template     backward_split bfb6e4998891
                            store scale dq
 
 Tunables
-  BLOCK_M, BLOCK_N                  queries and keys of a tile where keys stay
   DQ_BLOCK_M, DQ_BLOCK_N            queries and keys of a tile where queries stay
-  num_warps, num_stages             warps and pipeline stages of a kernel
+  BLOCK_M, BLOCK_N                  queries and keys of a tile
+  num_warps, num_stages             warps and pipeline stages
   split_masked_loop                 blocks that no mask cuts have a loop of their own
-  lpt                               the tiles of queries with the most keys are first
+  lpt                               tiles with the most keys are first
 Notation
   stride_qb, stride_qh, stride_qs   elements between batches, heads and positions of q; k, v, out (o), dout (do)
                                     and the gradients dq, dk, dv alike
@@ -386,7 +386,6 @@ def gradient_of_queries(
         ds = p * (dp - row_delta[:, None])
         ds_low = ds.to(q.dtype.element_ty)
         dq_sum = tl.dot(ds_low, k_tile, dq_sum)
-
     for start in tl.range(n_full_max, n_max, BLOCK_N):
         keys = start + key_offsets
         # [BLOCK_N, 128]

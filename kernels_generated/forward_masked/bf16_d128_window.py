@@ -8,7 +8,7 @@ With         window
 Config       block_m 128, block_n 64, 8 warps, 3 stages, split_masked_loop True, split_head_dim False,
              lpt False, heads_innermost False, maxnreg 0
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     forward_masked 00ca0d3b6c37
+Template     forward_masked 3bdd335f9d18
 
 Algorithm of a program, for a tile of queries
   find the visible keys and the full blocks among them by key_bounds
@@ -33,7 +33,7 @@ Notation
 Tunables
   BLOCK_M, BLOCK_N                  queries and keys of a tile
   num_warps, num_stages             warps and pipeline stages
-  split_masked_loop                 full blocks have a loop of their own
+  split_masked_loop                 blocks that no mask cuts have a loop of their own
 """
 
 import torch

@@ -7,7 +7,7 @@ Computes     bf16, head dim 128, value head dim 128, causal: none
 Config       block_m 128, block_n 64, 4 warps, 2 stages, descriptor loads, overlap_qk False, split_masked_loop True,
              split_head_dim False, lpt False, heads_innermost False, maxnreg 0
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     forward_q_outer 7cd315f874ad
+Template     forward_q_outer 3275a3222887
 
 Algorithm of a program, for a tile of queries
   running_max, running_sum, accumulator = -inf, 0, 0
@@ -30,7 +30,7 @@ Notation
 Tunables
   BLOCK_M, BLOCK_N                  queries and keys of a tile
   num_warps, num_stages             warps and pipeline stages
-  split_masked_loop                 full blocks have a loop of their own
+  split_masked_loop                 blocks that no mask cuts have a loop of their own
 """
 
 import torch

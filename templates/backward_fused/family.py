@@ -12,49 +12,28 @@ from flashtune.templates.backward_fused.space import (
     Reduction,
     can_copy,
     can_turn,
-    chunks_of,
     fused_space,
     usual_config,
 )
-from flashtune.templates.common.args.backward_arguments import (
-    backward_arguments,
-    plain_arguments,
-    score_arguments,
-    seed_arguments,
-    stride_arguments,
-)
+from flashtune.templates.common.args.arguments import stride_arguments
+from flashtune.templates.common.args.backward_arguments import backward_arguments, plain_arguments
 from flashtune.templates.common.args.backward_portable import (
     STEP_WARPS,
-    BackwardContext,
-    backward_fields,
+    backward_values,
     bias_gradient,
-    refusal,
+    delta_step,
     rows_of_step,
 )
 from flashtune.templates.common.args.feature_context import FEATURES
-from flashtune.templates.common.model.sram import Chunk, head_chunks
-from flashtune.templates.family import Context, FamilyOf
+from flashtune.templates.common.args.portable_context import refusal
+from flashtune.templates.common.model.sram import backward_chunks, head_chunks
+from flashtune.templates.family import Arguments, Context, FamilyOf
 
 # Maximum number of elements that a program of the prologue clears at once.
 CLEARED = 4096
 SUMS = "workspace_2"
 # Index of the workspace with the random words of rows, for dropout.
 RANDOM_WORKSPACE = 3
-
-
-class FusedContext(BackwardContext, frozen=True):
-    """The values for the template in addition to the config."""
-
-    reduction: Reduction
-    transpose_dq: bool
-    sum_chunk: Chunk
-    sum_rows: int
-    sum_piece: int
-
-    @property
-    def copies(self) -> bool:
-        """Whether the copy engine adds to dq."""
-        return self.reduction is Reduction.COPY_ENGINE
 
 
 class BackwardFused(FusedModel, FamilyOf[FusedConfig]):
@@ -76,30 +55,15 @@ class BackwardFused(FusedModel, FamilyOf[FusedConfig]):
         """Returns tiles that fit every target of the table, for untuned shapes."""
         return usual_config(problem, target)
 
-    def arguments(
-        self, problem: Problem, config: FusedConfig, specialization: Specialization
-    ) -> tuple[Argument, ...]:
+    def arguments(self, problem: Problem, config: FusedConfig, specialization: Specialization) -> Arguments:
         dbias = bias_gradient(problem, specialization)
         dslopes = ("dslopes",) if problem.alibi else ()
         read = ("q", "k", "v", "dout", "workspace_0", "workspace_1", SUMS, *_random(problem))
         return backward_arguments(problem, specialization, (*read, "dk", "dv", *dbias, *dslopes))
 
     def prologue(self, problem: Problem, config: FusedConfig, specialization: Specialization) -> Step | None:
-        dlse = ("dlse",) if specialization.lse else ()
-        dslopes = ("dslopes",) if problem.alibi else ()
         workspaces = ("workspace_0", "workspace_1", SUMS, *_random(problem))
-        tensors = ("out", "dout", "lse", *dlse, *workspaces, *dslopes)
-        counts = ("heads", "seqlen_q", "sum_pieces", *(("slope_count",) if problem.alibi else ()))
-        values, integers = score_arguments(problem, specialization)
-        arguments = (
-            *plain_arguments(problem.dtype, specialization, tensors),
-            *seed_arguments(problem),
-            *values,
-            *stride_arguments(specialization, tensors),
-            *(Argument(name, "i32") for name in counts),
-            *integers,
-        )
-        return Step("delta", arguments, LaunchOptions(STEP_WARPS, 1))
+        return delta_step(problem, specialization, workspaces, is_fused=True)
 
     def epilogue(self, problem: Problem, config: FusedConfig, specialization: Specialization) -> Step | None:
         packed = problem.packed > 0
@@ -114,17 +78,19 @@ class BackwardFused(FusedModel, FamilyOf[FusedConfig]):
 
     def context(self, problem: Problem, config: FusedConfig, specialization: Specialization) -> Context:
         sum_chunk = head_chunks(problem.head_dim, False)[0]
-        chunks = chunks_of(problem, config)
-        return FusedContext(
-            **backward_fields(problem, specialization, chunks, RANDOM_WORKSPACE),
-            is_fused=True,
-            has_full_loop=config.split_masked_loop,
-            reduction=config.reduction if can_copy(problem) else Reduction.ATOMICS,
-            transpose_dq=config.transpose_dq and can_turn(problem, specialization.alignment),
-            sum_chunk=sum_chunk,
-            sum_rows=min(config.block_m, rows_of_step(sum_chunk)),
-            sum_piece=math.gcd(CLEARED, config.block_m * problem.head_dim),
-        )
+        chunks = backward_chunks(problem, config.split_head_dim)
+        reduction = config.reduction if can_copy(problem) else Reduction.ATOMICS
+        values = backward_values(problem, specialization, chunks, RANDOM_WORKSPACE, is_fused=True)
+        return values | {
+            "has_full_loop": config.split_masked_loop,
+            "reduction": reduction,
+            # The copy engine adds to dq.
+            "copies": reduction is Reduction.COPY_ENGINE,
+            "transpose_dq": config.transpose_dq and can_turn(problem, specialization.alignment),
+            "sum_chunk": sum_chunk,
+            "sum_rows": min(config.block_m, rows_of_step(sum_chunk)),
+            "sum_piece": math.gcd(CLEARED, config.block_m * problem.head_dim),
+        }
 
 
 def _random(problem: Problem) -> tuple[str, ...]:

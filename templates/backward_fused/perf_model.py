@@ -3,12 +3,12 @@
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Problem
 from flashtune.core.target import Target
-from flashtune.templates.backward_fused.space import FusedConfig, Reduction, can_copy, chunks_of
+from flashtune.templates.backward_fused.space import FusedConfig, Reduction, can_copy
 from flashtune.templates.common.model.makespan_backward import PRODUCTS_OF_ALL, delta_span, keys_span
-from flashtune.templates.common.model.sram import ASYNC_BYTES, Engine, columns, engine_of
+from flashtune.templates.common.model.sram import ASYNC_BYTES, Engine, backward_chunks, columns, engine_of
 from flashtune.templates.common.model.traffic import summed_items, unpacked
 from flashtune.templates.common.precision import InputPrecision, at_rate
-from flashtune.templates.family import BytesItem, PerformanceModel
+from flashtune.templates.family import BytesItem, BytesItems, PerformanceModel
 
 FLOAT32 = 4
 # From this many stages on, blocks are prefetched.
@@ -20,14 +20,14 @@ class FusedModel(PerformanceModel[FusedConfig]):
 
     def sram_items(
         self, problem: Problem, config: FusedConfig, target: Target, specialization: Specialization
-    ) -> tuple[BytesItem, ...]:
+    ) -> BytesItems:
         """Returns the items that are live at one point of the main loop; none for unknown architectures."""
         ieee = config.input_precision is InputPrecision.IEEE
         engine = engine_of(target, problem.dtype, config.block_n, config.num_warps, ieee)
         if engine is not Engine.WARPGROUP:
             return ()
         size = problem.dtype.itemsize
-        qk_chunks, v_chunks = chunks_of(problem, config)
+        qk_chunks, v_chunks = backward_chunks(problem, config.split_head_dim)
         row = (columns(qk_chunks) + columns(v_chunks)) * size
         streamed = config.num_stages if specialization.alignment * size >= ASYNC_BYTES else 0
         held = BytesItem("k and v", config.block_n * row)
@@ -57,9 +57,7 @@ class FusedModel(PerformanceModel[FusedConfig]):
         )
         return delta_span(problem, target) + keys
 
-    def hbm_items(
-        self, problem: Problem, config: FusedConfig, target: Target | None = None
-    ) -> tuple[BytesItem, ...]:
+    def hbm_items(self, problem: Problem, config: FusedConfig, target: Target | None = None) -> BytesItems:
         problem = unpacked(problem)
         inner = config.heads_innermost
         return summed_items(problem, config.block_m, config.block_n, problem.head_dim, target, inner=inner)

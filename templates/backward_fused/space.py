@@ -6,13 +6,8 @@ from flashtune.core.config import Axis, BlockSize, Config, RegisterCap, Space
 from flashtune.core.kernel import Alignment
 from flashtune.core.problem import Bias, Problem
 from flashtune.core.target import Target
-from flashtune.templates.common.model.sram import Chunk, columns, is_exact, power_of_two
-from flashtune.templates.common.model.sram_backward import (
-    backward_chunks,
-    fits_warps,
-    may_split,
-    usual_tiles_of_keys,
-)
+from flashtune.templates.common.model.sram import backward_chunks, columns, may_split, widest_tile
+from flashtune.templates.common.model.sram_backward import fits_warps, usual_tiles_of_keys
 from flashtune.templates.common.precision import (
     InputPrecision,
     float32_width,
@@ -65,8 +60,7 @@ def fused_space(problem: Problem, target: Target) -> Space:
     """Returns the search space."""
     wide = problem.dtype.is_float32
     short = wide or max(problem.seqlen_q, problem.seqlen_kv) <= SHORT
-    odd = not (is_exact(problem.head_dim) and is_exact(problem.value_head_dim))
-    widest = power_of_two(max(problem.head_dim, problem.value_head_dim))
+    widest = widest_tile(problem)
     # Tiles that are not prefetched pass through registers, as do tiles with fewer rows than wgmma needs.
     # Kernels for Hopper then spill at least a hundred bytes.
     wgmma = target.capability == HOPPER and not wide
@@ -80,7 +74,7 @@ def fused_space(problem: Problem, target: Target) -> Space:
         Axis("reduction", tuple(Reduction) if copies else (Reduction.ATOMICS,), False),
         Axis("split_masked_loop", (True, False), False),
         Axis("transpose_dq", (False, True) if has_whole_words(problem) else (False,)),
-        Axis("split_head_dim", (False, True) if odd and may_split(problem) else (False,)),
+        Axis("split_head_dim", (False, True) if may_split(problem) else (False,)),
         Axis("heads_innermost", (False, True)),
         precision_axis(problem, target),
     )
@@ -108,17 +102,10 @@ def has_whole_words(problem: Problem) -> bool:
     return problem.head_dim % 2 == problem.value_head_dim % 2 == 0
 
 
-def chunks_of(problem: Problem, config: FusedConfig) -> tuple[tuple[Chunk, ...], tuple[Chunk, ...]]:
-    """Returns the tiles of queries' and keys' columns, and those of values' columns."""
-    widths = problem.head_dim, problem.value_head_dim
-    qk, v = (backward_chunks(problem, width, config.split_head_dim) for width in widths)
-    return qk, v
-
-
 def fits_registers(problem: Problem, config: Config, target: Target) -> bool:
     """Returns whether sums, and the live scores or tile of dq, fit the registers of their warps."""
     assert isinstance(config, FusedConfig)
-    qk_chunks, v_chunks = chunks_of(problem, config)
+    qk_chunks, v_chunks = backward_chunks(problem, config.split_head_dim)
     return fits_warps(
         problem,
         target,
@@ -133,7 +120,7 @@ def fits_registers(problem: Problem, config: Config, target: Target) -> bool:
 
 def usual_config(problem: Problem, target: Target) -> FusedConfig:
     """Returns a config that fits the target, for untuned shapes."""
-    width = power_of_two(max(problem.head_dim, problem.value_head_dim)) * problem.dtype.itemsize
+    width = widest_tile(problem) * problem.dtype.itemsize
     hopper = target.capability == HOPPER
     if hopper and not problem.dtype.is_float32:
         return _usual_of_hopper(problem, width)

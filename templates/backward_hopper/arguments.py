@@ -4,18 +4,14 @@ from flashtune.core.kernel import POINTER_ALIGNMENT, Argument, Specialization
 from flashtune.core.problem import Problem
 from flashtune.templates.backward_hopper.space import (
     ROWS,
-    SWIZZLE,
     HopperBackwardConfig,
     interleaves,
     width_of,
 )
-from flashtune.templates.common.args.arguments import pointer_type
-from flashtune.templates.common.args.backward_arguments import (
-    plain_arguments,
-    seed_arguments,
-    stride_arguments,
-)
+from flashtune.templates.common.args.arguments import descriptor, stride_arguments
+from flashtune.templates.common.args.backward_arguments import plain_arguments, seed_arguments
 from flashtune.templates.common.args.side import side_numbers, side_tensors
+from flashtune.templates.family import Arguments
 
 STATS, SUMS, TURNS = "workspace_0", "workspace_1", "workspace_2"
 COUNTS = ("blocks", "kv_heads", "group_size")
@@ -25,7 +21,7 @@ PACKED_COUNTS = ("head_blocks", "sequences", "search_steps")
 OFFSETS = ("cu_seqlens_q", "cu_seqlens_kv")
 
 
-def kernel_arguments(problem: Problem, config: HopperBackwardConfig) -> tuple[Argument, ...]:
+def kernel_arguments(problem: Problem, config: HopperBackwardConfig) -> Arguments:
     """Returns descriptors of q, k, v, dout, initial values of products, dk and dv; sums, numbers, counts.
 
     Deterministic kernels also get counters for the order of additions. Kernels that interleave heads also get
@@ -51,7 +47,7 @@ def kernel_arguments(problem: Problem, config: HopperBackwardConfig) -> tuple[Ar
 
 def prepare_arguments(
     problem: Problem, config: HopperBackwardConfig, specialization: Specialization
-) -> tuple[Argument, ...]:
+) -> Arguments:
     """Returns out, dout, lse, its gradient if there is one, workspaces, seed, numbers, strides, counts."""
     dlse = ("dlse",) if specialization.lse else ()
     tensors = ("out", "dout", "lse", *dlse, STATS, *_added_to(problem), *_sink_parts(problem))
@@ -66,7 +62,7 @@ def prepare_arguments(
     )
 
 
-def finish_arguments(problem: Problem, specialization: Specialization) -> tuple[Argument, ...]:
+def finish_arguments(problem: Problem, specialization: Specialization) -> Arguments:
     """Returns sums, dq, the parts and the gradients of sinks, scale, strides, counts."""
     sinks = (*_sink_parts(problem), "dsinks") if problem.sinks else ()
     return (
@@ -95,7 +91,7 @@ def _row_counts(problem: Problem) -> tuple[str, ...]:
     return ("heads", "seqlen_q", *(("sequences",) if problem.packed else ()))
 
 
-def _side(problem: Problem, names: tuple[str, ...]) -> tuple[Argument, ...]:
+def _side(problem: Problem, names: tuple[str, ...]) -> Arguments:
     """Returns pointers to those side tensors of the problem that have these names."""
     return tuple(tensor for tensor in side_tensors(problem) if tensor.name in names)
 
@@ -111,17 +107,14 @@ def _sink_parts(problem: Problem) -> tuple[str, ...]:
 
 
 def _tile(name: str, rows: int, width: int, problem: Problem) -> Argument:
-    """Returns a tile of rows of one head, in shared memory with the layout of matrix instructions."""
-    # Of packed sequences, one more dimension marks a sequence's end.
-    box = (*((1, 1, 1) if problem.packed else (1, 1)), rows, width)
-    element, bits = pointer_type(problem.dtype)[1:], 8 * problem.dtype.itemsize
-    layout = f"NVMMASharedLayout({SWIZZLE}, {bits}, {len(box)})"
-    return Argument(f"{name}_desc", f"tensordesc<{element}{list(box)},{layout}>")
+    """Returns a tile of rows of one head. Of packed sequences, one more dimension marks a sequence's end."""
+    outer = (1, 1, 1) if problem.packed else (1, 1)
+    return descriptor(f"{name}_desc", problem.dtype, (*outer, rows, width))
 
 
 def _row(name: str, columns: int) -> Argument:
     return Argument(f"{name}_desc", f"tensordesc<fp32[1, {columns}],NVMMASharedLayout(0, 32, 2)>")
 
 
-def _integers(names: tuple[str, ...]) -> tuple[Argument, ...]:
+def _integers(names: tuple[str, ...]) -> Arguments:
     return tuple(Argument(name, "i32") for name in names)

@@ -1,7 +1,7 @@
 """Hopper's backward pass in Gluon: a producer warp and two consumer groups, for sm_90 only."""
 
 from flashtune.core.config import LaunchOptions, Space
-from flashtune.core.kernel import Argument, Specialization, Step
+from flashtune.core.kernel import Specialization, Step
 from flashtune.core.problem import Causal, Direction, Dtype, Feature, Problem
 from flashtune.core.target import Target
 from flashtune.templates.backward_hopper.arguments import (
@@ -17,7 +17,6 @@ from flashtune.templates.backward_hopper.space import (
     NARROW,
     PRODUCER_REGISTERS,
     ROWS,
-    SWIZZLE,
     WIDE,
     WIDEST,
     HopperBackwardConfig,
@@ -27,9 +26,10 @@ from flashtune.templates.backward_hopper.space import (
     usual_config,
     width_of,
 )
-from flashtune.templates.common.args.problem_context import ProblemContext, bound, problem_fields
+from flashtune.templates.common.args.arguments import WIDEST_SWIZZLE
+from flashtune.templates.common.args.problem_context import bound, problem_values
 from flashtune.templates.common.model.sram import MIN_DOT_WIDTH
-from flashtune.templates.family import Context, FamilyOf
+from flashtune.templates.family import Arguments, Context, FamilyOf
 
 HOPPER = 90
 DTYPES = (Dtype.BF16, Dtype.FP16)
@@ -39,102 +39,6 @@ COLUMN_STEP = 8
 STEP_WARPS = 4
 # Longer windows hide nothing, and sums of positions fit 32 bits.
 FARTHEST = 2**29 - 1
-
-
-class HopperBackwardContext(ProblemContext, frozen=True, kw_only=True):
-    """The values for the template in addition to the config."""
-
-    config: HopperBackwardConfig
-    width: int  # Columns of a tile.
-    stagger_start: bool
-    deterministic: bool
-    interleaves: bool  # Whether programs are numbered by blocks of keys first, over some heads.
-    dlse: bool  # Whether the log-sum-exp has a gradient.
-    rows: int = ROWS  # Keys of a warpgroup.
-    swizzle: int = SWIZZLE
-    multiprocessors: int = MULTIPROCESSORS
-    consumer_registers: int = CONSUMER_REGISTERS
-    producer_registers: int = PRODUCER_REGISTERS
-    step_warps: int = STEP_WARPS
-
-    @property
-    def has_left(self) -> bool:
-        return self.has_window_left
-
-    @property
-    def has_right(self) -> bool:
-        return self.has_window_right
-
-    @property
-    def is_bounded(self) -> bool:
-        """Returns whether queries see no keys beyond a position of their own."""
-        return self.causal is not Causal.NONE or self.has_right
-
-    @property
-    def is_aligned_to_end(self) -> bool:
-        """Returns whether the last query has the position of the last key."""
-        return self.causal is not Causal.TOP_LEFT and (self.is_bounded or self.has_left)
-
-    @property
-    def is_ranged(self) -> bool:
-        """Returns whether blocks of a head's queries may follow those that a block of keys needs."""
-        return self.has_left or self.packed
-
-    @property
-    def is_bf16(self) -> bool:
-        return self.dtype is Dtype.BF16
-
-    @property
-    def is_narrow(self) -> bool:
-        return self.width == NARROW
-
-    @property
-    def divides_products(self) -> bool:
-        """Returns whether warpgroups divide the products, not the keys."""
-        return self.width == WIDEST
-
-    @property
-    def late_dq(self) -> bool:
-        """Returns whether both warpgroups compute half of dq a step late."""
-        return self.config.defer_dq and not self.config.alternate_dq
-
-    @property
-    def init_scores(self) -> bool:
-        """Returns whether the product of the scores starts at minus the log-sum-exp."""
-        return starts_at_lse(self.config, self.softcap)
-
-    @property
-    def init_delta(self) -> bool:
-        """Returns whether the dP product starts at -delta. With dropout, dP is scaled before."""
-        return self.config.init_accumulators and not self.dropout
-
-    @property
-    def pads_head_dim(self) -> bool:
-        return self.head_dim != self.width
-
-    @property
-    def pads_value_head_dim(self) -> bool:
-        return self.value_head_dim != self.width
-
-    @property
-    def stat_rows(self) -> int:
-        """Returns the rows of a head in workspace_0."""
-        return 4 if self.dropout else 2
-
-    @property
-    def half_columns(self) -> int:
-        """Returns the columns of half a block of dq, which has 64 rows."""
-        return max(ROWS, self.width // 2)
-
-    @property
-    def dq_columns(self) -> int:
-        """Returns the columns of the part of a block of dq that a warpgroup computes."""
-        return 2 * ROWS if self.config.alternate_dq else self.half_columns
-
-    @property
-    def dq_parts(self) -> int:
-        """Returns the number of parts of a block of dq that are added separately."""
-        return 1 if self.config.alternate_dq else 2
 
 
 class BackwardHopper(HopperBackwardModel, FamilyOf[HopperBackwardConfig]):
@@ -180,7 +84,7 @@ class BackwardHopper(HopperBackwardModel, FamilyOf[HopperBackwardConfig]):
 
     def arguments(
         self, problem: Problem, config: HopperBackwardConfig, specialization: Specialization
-    ) -> tuple[Argument, ...]:
+    ) -> Arguments:
         return kernel_arguments(problem, config)
 
     def prologue(
@@ -199,19 +103,57 @@ class BackwardHopper(HopperBackwardModel, FamilyOf[HopperBackwardConfig]):
     ) -> Context:
         # A causal mask is the right bound.
         right = None if problem.causal is not Causal.NONE else problem.window_right
-        window = {
-            "window_left": bound(problem.sight.left, FARTHEST),
-            "window_right": bound(right, FARTHEST),
-        }
-        return HopperBackwardContext(
-            **problem_fields(problem) | window,
-            config=config,
-            width=width_of(problem),
-            stagger_start=config.stagger_start and may_rotate(problem),
-            deterministic=problem.deterministic,
-            interleaves=interleaves(problem, config),
-            dlse=specialization.lse,
+        values = problem_values(
+            problem,
+            window_left=bound(problem.sight.left, FARTHEST),
+            window_right=bound(right, FARTHEST),
         )
+        width = width_of(problem)
+        is_bounded = values["is_causal"] or values["has_window_right"]
+        half_columns = max(ROWS, width // 2)
+        return values | {
+            # Columns of a tile, and keys of a warpgroup.
+            "width": width,
+            "rows": ROWS,
+            "swizzle": WIDEST_SWIZZLE,
+            "multiprocessors": MULTIPROCESSORS,
+            "consumer_registers": CONSUMER_REGISTERS,
+            "producer_registers": PRODUCER_REGISTERS,
+            "step_warps": STEP_WARPS,
+            "is_bf16": problem.dtype is Dtype.BF16,
+            "is_narrow": width == NARROW,
+            # Warpgroups divide the products, not the keys.
+            "divides_products": width == WIDEST,
+            "pads_head_dim": problem.head_dim != width,
+            "pads_value_head_dim": problem.value_head_dim != width,
+            "deterministic": problem.deterministic,
+            # The log-sum-exp has a gradient.
+            "dlse": specialization.lse,
+            "stagger_start": config.stagger_start and may_rotate(problem),
+            # Programs are numbered by blocks of keys first, over some heads.
+            "interleaves": interleaves(problem, config),
+            "has_left": values["has_window_left"],
+            "has_right": values["has_window_right"],
+            # Queries see no keys beyond a position of their own.
+            "is_bounded": is_bounded,
+            # The last query has the position of the last key.
+            "is_aligned_to_end": not values["is_top_left"] and (is_bounded or values["has_window_left"]),
+            # Blocks of a head's queries may follow those that a block of keys needs.
+            "is_ranged": values["has_window_left"] or values["packed"],
+            # Both warpgroups compute half of dq a step late.
+            "late_dq": config.defer_dq and not config.alternate_dq,
+            # The product of the scores starts at minus the log-sum-exp, and the dP product at -delta. With
+            # dropout, dP is scaled before.
+            "init_scores": starts_at_lse(config, problem.softcap),
+            "init_delta": config.init_accumulators and not problem.dropout,
+            # Rows of a head in workspace_0.
+            "stat_rows": 4 if problem.dropout else 2,
+            # Columns of half a block of dq, which has 64 rows, and of the part that a warpgroup computes.
+            "half_columns": half_columns,
+            "dq_columns": 2 * ROWS if config.alternate_dq else half_columns,
+            # Parts of a block of dq that are added separately.
+            "dq_parts": 1 if config.alternate_dq else 2,
+        }
 
 
 FAMILY = BackwardHopper()

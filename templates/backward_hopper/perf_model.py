@@ -11,7 +11,7 @@ from flashtune.core.target import Target
 from flashtune.templates.backward_hopper.space import ROWS, WIDEST, HopperBackwardConfig, may_rotate, width_of
 from flashtune.templates.common.model.cost import BANDWIDTH_SHARE
 from flashtune.templates.common.model.traffic import cycled_queries, summed_items, unpacked
-from flashtune.templates.family import BytesItem, PerformanceModel
+from flashtune.templates.family import BytesItem, BytesItems, PerformanceModel
 
 BARRIER_BYTES = 8
 FLOAT32 = 4
@@ -49,7 +49,7 @@ class HopperBackwardModel(PerformanceModel[HopperBackwardConfig]):
 
     def sram_items(
         self, problem: Problem, config: HopperBackwardConfig, target: Target, specialization: Specialization
-    ) -> tuple[BytesItem, ...]:
+    ) -> BytesItems:
         """Returns all allocations of a program, in bytes."""
         size, width = problem.dtype.itemsize, width_of(problem)
         tile = config.block_m * width * size
@@ -112,7 +112,7 @@ class HopperBackwardModel(PerformanceModel[HopperBackwardConfig]):
 
     def hbm_items(
         self, problem: Problem, config: HopperBackwardConfig, target: Target | None = None
-    ) -> tuple[BytesItem, ...]:
+    ) -> BytesItems:
         return summed_items(unpacked(problem), config.block_m, config.block_n, width_of(problem), target)
 
 

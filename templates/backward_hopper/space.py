@@ -24,8 +24,6 @@ MULTIPROCESSORS = 132
 MAX_INTERLEAVED_HEADS = 8
 # With more keys, interleaved heads were 5% slower on an H200.
 MAX_INTERLEAVED_KEYS = 8192
-# Bytes of TMA's widest row without bank conflicts.
-SWIZZLE = 128
 
 
 class HopperBackwardConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -1,29 +1,24 @@
 """Portable split backward pass: one kernel loops over keys for dk and dv, one over queries for dq."""
 
 from flashtune.core.config import LaunchOptions, Space
-from flashtune.core.kernel import Argument, Specialization, Step
+from flashtune.core.kernel import Specialization, Step
 from flashtune.core.problem import Bias, Causal, Direction, Feature, Problem
 from flashtune.core.target import Target
 from flashtune.templates.backward_split.perf_model import SplitModel
-from flashtune.templates.backward_split.space import SplitConfig, chunks_of, split_space, usual_tiles
+from flashtune.templates.backward_split.space import SplitConfig, split_space, usual_tiles
 from flashtune.templates.common.args.backward_arguments import (
     backward_arguments,
-    plain_arguments,
-    score_arguments,
-    seed_arguments,
-    stride_arguments,
 )
 from flashtune.templates.common.args.backward_portable import (
-    STEP_WARPS,
-    BackwardContext,
-    backward_fields,
+    backward_values,
     bias_gradient,
-    refusal,
+    delta_step,
 )
 from flashtune.templates.common.args.feature_context import FEATURES
-from flashtune.templates.common.model.sram import power_of_two
+from flashtune.templates.common.args.portable_context import refusal
+from flashtune.templates.common.model.sram import backward_chunks, widest_tile
 from flashtune.templates.common.precision import input_precisions
-from flashtune.templates.family import Context, FamilyOf
+from flashtune.templates.family import Arguments, Context, FamilyOf
 
 # Features that hide keys from only some queries of a block.
 MASKS = frozenset({Feature.WINDOW, Feature.CHUNK})
@@ -57,7 +52,7 @@ class BackwardSplit(SplitModel, FamilyOf[SplitConfig]):
 
     def default(self, problem: Problem, target: Target) -> SplitConfig:
         """Returns tiles that fit every target of the table, for untuned shapes."""
-        width = power_of_two(max(problem.head_dim, problem.value_head_dim)) * problem.dtype.itemsize
+        width = widest_tile(problem) * problem.dtype.itemsize
         masked = bool(problem.features & MASKS) or problem.causal is not Causal.NONE
         tiles = usual_tiles(width, problem, target)
         block_m, block_n, num_warps, num_stages, dq_block_m, dq_block_n, dq_warps, dq_stages = tiles
@@ -78,28 +73,12 @@ class BackwardSplit(SplitModel, FamilyOf[SplitConfig]):
             input_precision=input_precisions(problem, target)[-1],
         )
 
-    def arguments(
-        self, problem: Problem, config: SplitConfig, specialization: Specialization
-    ) -> tuple[Argument, ...]:
+    def arguments(self, problem: Problem, config: SplitConfig, specialization: Specialization) -> Arguments:
         return backward_arguments(problem, specialization, (*_read(problem), "dk", "dv"))
 
     def prologue(self, problem: Problem, config: SplitConfig, specialization: Specialization) -> Step | None:
-        dlse = ("dlse",) if specialization.lse else ()
-        clears_slopes = problem.alibi and problem.packed > 0
-        dslopes = ("dslopes",) if clears_slopes else ()
-        random = (f"workspace_{_random_workspace(problem)}",) if problem.dropout else ()
-        tensors = ("out", "dout", "lse", *dlse, "workspace_0", "workspace_1", *random, *dslopes)
-        values, integers = score_arguments(problem, specialization)
-        arguments = (
-            *plain_arguments(problem.dtype, specialization, tensors),
-            *seed_arguments(problem),
-            *values,
-            *stride_arguments(specialization, tensors),
-            *(Argument(name, "i32") for name in ("heads", "seqlen_q")),
-            *((Argument("slope_count", "i32"),) if clears_slopes else ()),
-            *integers,
-        )
-        return Step("delta", arguments, LaunchOptions(STEP_WARPS, 1))
+        workspaces = ("workspace_0", "workspace_1", *_random(problem))
+        return delta_step(problem, specialization, workspaces, is_fused=False)
 
     def epilogue(self, problem: Problem, config: SplitConfig, specialization: Specialization) -> Step | None:
         options = LaunchOptions(config.dq_warps, config.dq_stages, config.maxnreg)
@@ -109,20 +88,21 @@ class BackwardSplit(SplitModel, FamilyOf[SplitConfig]):
         return Step("gradient_of_queries", backward_arguments(problem, specialization, tensors), options)
 
     def context(self, problem: Problem, config: SplitConfig, specialization: Specialization) -> Context:
-        chunks = chunks_of(problem, config)
-        return BackwardContext(
-            **backward_fields(problem, specialization, chunks, _random_workspace(problem)),
-            is_fused=False,
-            # The slopes' gradients are summed over all blocks of a head at once: they are in one loop then.
-            has_full_loop=config.split_masked_loop and not problem.alibi,
-        )
+        chunks = backward_chunks(problem, config.split_head_dim)
+        values = backward_values(problem, specialization, chunks, _random_workspace(problem), is_fused=False)
+        # The slopes' gradients are summed over all blocks of a head at once: they are in one loop then.
+        return values | {"has_full_loop": config.split_masked_loop and not problem.alibi}
 
 
 def _read(problem: Problem) -> tuple[str, ...]:
     """Returns tensors of both kernels, with delta, log-sum-exps and the sums for slopes' gradients."""
     slopes = ("workspace_2",) if problem.alibi else ()
-    random = (f"workspace_{_random_workspace(problem)}",) if problem.dropout else ()
-    return ("q", "k", "v", "dout", "workspace_0", "workspace_1", *slopes, *random)
+    return ("q", "k", "v", "dout", "workspace_0", "workspace_1", *slopes, *_random(problem))
+
+
+def _random(problem: Problem) -> tuple[str, ...]:
+    """Returns the workspace that dropout adds."""
+    return (f"workspace_{_random_workspace(problem)}",) if problem.dropout else ()
 
 
 def _random_workspace(problem: Problem) -> int:

@@ -3,15 +3,15 @@
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Problem
 from flashtune.core.target import Target
-from flashtune.templates.backward_split.space import SplitConfig, chunks_of
+from flashtune.templates.backward_split.space import SplitConfig
 from flashtune.templates.common.model.makespan_backward import (
     PRODUCTS_OF_KEYS,
     delta_span,
     keys_span,
     queries_span,
 )
-from flashtune.templates.common.model.sram import columns
-from flashtune.templates.common.model.sram_backward import Walk, walk_columns, walk_items
+from flashtune.templates.common.model.sram import Tiles, backward_chunks, columns, columns_of, tiles_of
+from flashtune.templates.common.model.sram_backward import walk_items
 from flashtune.templates.common.model.traffic import (
     cycled_rows,
     programs_by_key_block,
@@ -20,7 +20,7 @@ from flashtune.templates.common.model.traffic import (
     unpacked,
 )
 from flashtune.templates.common.precision import InputPrecision, at_rate
-from flashtune.templates.family import BytesItem, PerformanceModel
+from flashtune.templates.family import BytesItem, BytesItems, PerformanceModel
 
 KEYS, QUERIES = "k and v", "q and dout"
 FLOAT32 = 4
@@ -31,18 +31,25 @@ class SplitModel(PerformanceModel[SplitConfig]):
 
     def sram_items(
         self, problem: Problem, config: SplitConfig, target: Target, specialization: Specialization
-    ) -> tuple[BytesItem, ...]:
+    ) -> BytesItems:
         """Returns the items of the kernel or of its epilogue, whichever needs more."""
-        queries = walk_items(_of_queries(problem, config), problem, target, specialization, (QUERIES, KEYS))
-        keys = walk_items(_of_keys(problem, config), problem, target, specialization, (KEYS, QUERIES))
-        return max(keys, queries, key=lambda items: sum(item.bytes for item in items))
+        keys, queries = _tiles(problem, config, target)
+        return max(
+            walk_items(keys, config.num_stages, problem, specialization, (KEYS, QUERIES)),
+            walk_items(queries, config.dq_stages, problem, specialization, (QUERIES, KEYS)),
+            key=lambda items: sum(item.bytes for item in items),
+        )
 
     def tensor_memory_columns(self, problem: Problem, config: SplitConfig, target: Target) -> int:
         """Returns columns of tensor memory, of the kernel or of its epilogue, whichever needs more."""
-        keys, queries = _of_keys(problem, config), _of_queries(problem, config)
+        keys, queries = _tiles(problem, config, target)
+        if keys is None or queries is None:
+            return 0
+        qk = columns(keys.qk_chunks)
+        # Sums, and a tile of scores.
         return max(
-            walk_columns(keys, problem, target, keys.columns),
-            walk_columns(queries, problem, target, columns(queries.qk_chunks)),
+            columns_of(keys, qk + columns(keys.v_chunks) + keys.block_n),
+            columns_of(queries, qk + queries.block_n),
         )
 
     def makespan_ms(self, problem: Problem, config: SplitConfig, target: Target) -> float:
@@ -67,9 +74,7 @@ class SplitModel(PerformanceModel[SplitConfig]):
         )
         return delta_span(problem, target) + keys + queries
 
-    def hbm_items(
-        self, problem: Problem, config: SplitConfig, target: Target | None = None
-    ) -> tuple[BytesItem, ...]:
+    def hbm_items(self, problem: Problem, config: SplitConfig, target: Target | None = None) -> BytesItems:
         """Returns HBM traffic, item by item, in bytes."""
         problem = unpacked(problem)
         size = problem.dtype.itemsize
@@ -90,29 +95,12 @@ class SplitModel(PerformanceModel[SplitConfig]):
         )
 
 
-def _of_keys(problem: Problem, config: SplitConfig) -> Walk:
-    """Returns the tiles of the kernel that loops over queries."""
-    qk_chunks, v_chunks = chunks_of(problem, config)
-    return Walk(
-        held=config.block_n,
-        walked=config.block_m,
-        qk_chunks=qk_chunks,
-        v_chunks=v_chunks,
-        warps=config.num_warps,
-        stages=config.num_stages,
-        ieee=config.input_precision is InputPrecision.IEEE,
-    )
-
-
-def _of_queries(problem: Problem, config: SplitConfig) -> Walk:
-    """Returns the tiles of the kernel that loops over keys."""
-    qk_chunks, v_chunks = chunks_of(problem, config)
-    return Walk(
-        held=config.dq_block_m,
-        walked=config.dq_block_n,
-        qk_chunks=qk_chunks,
-        v_chunks=v_chunks,
-        warps=config.dq_warps,
-        stages=config.dq_stages,
-        ieee=config.input_precision is InputPrecision.IEEE,
+def _tiles(problem: Problem, config: SplitConfig, target: Target) -> tuple[Tiles | None, Tiles | None]:
+    """Returns the tiles of the kernel that loops over queries, and of the one that loops over keys."""
+    chunks = backward_chunks(problem, config.split_head_dim)
+    ieee = config.input_precision is InputPrecision.IEEE
+    keys, queries = (config.block_n, config.block_m), (config.dq_block_m, config.dq_block_n)
+    return (
+        tiles_of(problem, target, keys, config.num_warps, chunks, ieee=ieee),
+        tiles_of(problem, target, queries, config.dq_warps, chunks, ieee=ieee),
     )

@@ -5,13 +5,11 @@ import functools
 from flashtune.core.config import Axis, BlockSize, Config, RegisterCap, Space, Stages, Warps
 from flashtune.core.problem import Causal, Problem
 from flashtune.core.target import Target
-from flashtune.templates.common.model.sram import Chunk, columns, is_exact, power_of_two
+from flashtune.templates.common.model.sram import backward_chunks, columns, may_split, widest_tile
 from flashtune.templates.common.model.sram_backward import (
     SMALL_SRAM,
-    backward_chunks,
     fits_warps,
     is_narrow,
-    may_split,
     usual_tiles_of_keys,
 )
 from flashtune.templates.common.precision import InputPrecision, float32_width, precision_axis
@@ -55,8 +53,7 @@ def split_space(problem: Problem, target: Target) -> Space:
     """Returns the search space."""
     wide = problem.dtype.is_float32
     short = wide or max(problem.seqlen_q, problem.seqlen_kv) <= SHORT
-    odd = not (is_exact(problem.head_dim) and is_exact(problem.value_head_dim))
-    widest = power_of_two(max(problem.head_dim, problem.value_head_dim))
+    widest = widest_tile(problem)
     held = (16, 32, 64, 128) if short else (32, 64, 128) if widest >= WIDE_HEAD else (64, 128)
     walked = (16, 32, 64) if wide else (32, 64, 128)
     # A tile lies within one block of a block mask.
@@ -71,7 +68,7 @@ def split_space(problem: Problem, target: Target) -> Space:
         Axis("dq_warps", (4, 8)),
         Axis("dq_stages", (1, 2, 3) if wide or target.sram_per_block < SMALL_SRAM else (2, 3)),
         Axis("split_masked_loop", (True, False), False),
-        Axis("split_head_dim", (False, True) if odd and may_split(problem) else (False,)),
+        Axis("split_head_dim", (False, True) if may_split(problem) else (False,)),
         Axis("lpt", (False, True) if problem.causal is not Causal.NONE else (False,)),
         Axis("heads_innermost", (False, True)),
         precision_axis(problem, target),
@@ -83,17 +80,10 @@ def _up_to(largest: int, sides: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(side for side in sides if side <= largest)
 
 
-def chunks_of(problem: Problem, config: SplitConfig) -> tuple[tuple[Chunk, ...], tuple[Chunk, ...]]:
-    """Returns the tiles of queries' and keys' columns, and those of values' columns."""
-    widths = problem.head_dim, problem.value_head_dim
-    qk, v = (backward_chunks(problem, width, config.split_head_dim) for width in widths)
-    return qk, v
-
-
 def fits_registers(problem: Problem, config: Config, target: Target) -> bool:
     """Returns whether accumulators and live scores fit the registers of their warps, in both kernels."""
     assert isinstance(config, SplitConfig)
-    qk, v = map(columns, chunks_of(problem, config))
+    qk, v = map(columns, backward_chunks(problem, config.split_head_dim))
     fits = functools.partial(fits_warps, problem, target, cap=config.maxnreg)
     keys = fits(held=config.block_n, walked=config.block_m, summed=qk + v, warps=config.num_warps)
     return keys and fits(held=config.dq_block_m, walked=config.dq_block_n, summed=qk, warps=config.dq_warps)

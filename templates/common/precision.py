@@ -7,7 +7,7 @@ import msgspec
 from flashtune.core.config import Axis
 from flashtune.core.problem import Dtype, Problem
 from flashtune.core.target import Target
-from flashtune.templates.common.model.sram import power_of_two
+from flashtune.templates.common.model.sram import widest_tile
 
 
 class InputPrecision(enum.StrEnum):
@@ -70,4 +70,4 @@ def at_rate(problem: Problem, precision: InputPrecision, target: Target) -> Targ
 
 def float32_width(problem: Problem) -> int:
     """Returns the head dim for which tiles and rates of float32 are stated: 64, 128 or 256."""
-    return min(256, max(64, power_of_two(max(problem.head_dim, problem.value_head_dim))))
+    return min(256, max(64, widest_tile(problem)))

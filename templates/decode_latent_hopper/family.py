@@ -1,11 +1,11 @@
 """Attention over latent keys (DeepSeek's MLA) in Gluon, for few queries on sm_90 only."""
 
 from flashtune.core.config import LaunchOptions, Space
-from flashtune.core.kernel import Argument, Specialization, Step
+from flashtune.core.kernel import Specialization, Step
 from flashtune.core.problem import Direction, Dtype, Feature, Problem
 from flashtune.core.target import Target
 from flashtune.templates.common.args.arguments import combine_step
-from flashtune.templates.common.args.problem_context import ProblemContext, problem_fields
+from flashtune.templates.common.args.problem_context import problem_values
 from flashtune.templates.common.model.sram import power_of_two
 from flashtune.templates.decode_latent_hopper.arguments import latent_arguments
 from flashtune.templates.decode_latent_hopper.perf_model import LatentModel
@@ -20,40 +20,13 @@ from flashtune.templates.decode_latent_hopper.space import (
     split_tile,
     worker_registers,
 )
-from flashtune.templates.family import Context, FamilyOf
+from flashtune.templates.family import Arguments, Context, FamilyOf
 
 HOPPER = 90
 DTYPES = (Dtype.BF16, Dtype.FP16)
 SMALLEST_PAGE = 16
 MIN_VALUES, MAX_VALUES = 128, 512
 MIN_REST, MAX_REST = 16, 64
-
-
-class LatentContext(ProblemContext, frozen=True, kw_only=True):
-    """The values for the template in addition to the config."""
-
-    half: int
-    rest: int
-    split_tile: int
-    combined: int
-    combine_warps: int
-    registers: tuple[int, int]
-    copied_keys: int
-    num_splits: int
-    lse: bool
-
-    @property
-    def is_split(self) -> bool:
-        return self.num_splits > 1
-
-    @property
-    def has_small_pages(self) -> bool:
-        """Whether a block of keys is several pages."""
-        return self.copied_keys < BLOCK_N
-
-    @property
-    def page_is_block(self) -> bool:
-        return self.page_size == BLOCK_N
 
 
 class DecodeLatentHopper(LatentModel, FamilyOf[LatentConfig]):
@@ -101,9 +74,7 @@ class DecodeLatentHopper(LatentModel, FamilyOf[LatentConfig]):
         spread = self.schedule_variants(problem, plain, target)
         return min(spread, key=lambda config: (self.makespan_ms(problem, config, target), config.num_splits))
 
-    def arguments(
-        self, problem: Problem, config: LatentConfig, specialization: Specialization
-    ) -> tuple[Argument, ...]:
+    def arguments(self, problem: Problem, config: LatentConfig, specialization: Specialization) -> Arguments:
         return latent_arguments(problem, config, specialization)
 
     def epilogue(self, problem: Problem, config: LatentConfig, specialization: Specialization) -> Step | None:
@@ -112,18 +83,20 @@ class DecodeLatentHopper(LatentModel, FamilyOf[LatentConfig]):
         return combine_step(problem.dtype, specialization, LaunchOptions(COMBINE_WARPS, 1))
 
     def context(self, problem: Problem, config: LatentConfig, specialization: Specialization) -> Context:
-        return LatentContext(
-            **problem_fields(problem),
-            half=problem.value_head_dim // 2,
-            rest=problem.head_dim - problem.value_head_dim,
-            split_tile=split_tile(config),
-            combined=combined_columns(problem, config),
-            combine_warps=COMBINE_WARPS,
-            registers=worker_registers(problem),
-            copied_keys=copied_keys(problem),
-            num_splits=config.num_splits,
-            lse=specialization.lse,
-        )
+        return problem_values(problem) | {
+            "half": problem.value_head_dim // 2,
+            "rest": problem.head_dim - problem.value_head_dim,
+            "split_tile": split_tile(config),
+            "combined": combined_columns(problem, config),
+            "combine_warps": COMBINE_WARPS,
+            "registers": worker_registers(problem),
+            "copied_keys": copied_keys(problem),
+            # A block of keys is several pages, or one.
+            "has_small_pages": copied_keys(problem) < BLOCK_N,
+            "page_is_block": problem.page_size == BLOCK_N,
+            "is_split": config.num_splits > 1,
+            "lse": specialization.lse,
+        }
 
 
 FAMILY = DecodeLatentHopper()

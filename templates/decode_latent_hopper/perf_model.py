@@ -18,7 +18,7 @@ from flashtune.templates.decode_latent_hopper.space import (
     latent_space,
     row_tiles,
 )
-from flashtune.templates.family import BytesItem, PerformanceModel
+from flashtune.templates.family import BytesItem, BytesItems, PerformanceModel
 
 BARRIER_BYTES = 8
 FLOAT32 = 4
@@ -39,7 +39,7 @@ class LatentModel(PerformanceModel[LatentConfig]):
 
     def sram_items(
         self, problem: Problem, config: LatentConfig, target: Target, specialization: Specialization
-    ) -> tuple[BytesItem, ...]:
+    ) -> BytesItems:
         """Returns all allocations of a program, in bytes."""
         size = problem.dtype.itemsize
         rest = problem.head_dim - problem.value_head_dim
@@ -81,8 +81,6 @@ class LatentModel(PerformanceModel[LatentConfig]):
                 if space.contains(other):
                     yield other
 
-    def hbm_items(
-        self, problem: Problem, config: LatentConfig, target: Target | None = None
-    ) -> tuple[BytesItem, ...]:
+    def hbm_items(self, problem: Problem, config: LatentConfig, target: Target | None = None) -> BytesItems:
         tiles = row_tiles(problem, config)
         return split_keys_items(problem, tiles, config.num_splits, target, tensors="k")

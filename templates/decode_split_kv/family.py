@@ -14,8 +14,8 @@ from flashtune.templates.common.args.feature_context import (
     FEATURES,
     feature_arguments,
 )
-from flashtune.templates.common.args.portable_context import PortableContext, portable_fields
-from flashtune.templates.common.model.sram import power_of_two
+from flashtune.templates.common.args.portable_context import portable_values
+from flashtune.templates.common.model.sram import power_of_two, widest_tile
 from flashtune.templates.decode_split_kv.perf_model import (
     DecodeModel,
     converts_for_tensor_memory,
@@ -40,63 +40,13 @@ from flashtune.templates.decode_split_kv.space import (
     split_tile,
     value_chunks,
 )
-from flashtune.templates.family import Context, FamilyOf
+from flashtune.templates.family import Arguments, Context, FamilyOf
 
 # Maximum number of queries if their tiles occupy all SMs. Other families then compute more.
 MAX_QUERIES = 16
 MAX_LATENT = 1024
 # Kernels of a shorter estimated time start before the preceding kernel ends, in ms.
 SHORT_MS = 0.02
-
-
-class DecodeContext(PortableContext, frozen=True):
-    """The values for the template in addition to the config."""
-
-    num_splits: int
-    early_combine: bool
-    combine_warps: int
-    split_tile: int
-    combined: int
-    column_blocks: int
-    is_int8: bool
-    latent: bool
-    column_widths: tuple[int, ...]
-    paired: bool
-
-    @property
-    def is_split(self) -> bool:
-        """Whether several programs share the keys of a sequence."""
-        return self.num_splits > 1
-
-    @property
-    def widened(self) -> bool:
-        """Whether 8-bit keys and 16-bit queries are multiplied in fp16, which holds all 8-bit values."""
-        return self.features.quantized and not self.is_fp32
-
-    @property
-    def rescaled(self) -> bool:
-        """Whether queries are scaled by a power of two for each row, so that they fit fp16."""
-        return self.widened and self.dtype is Dtype.BF16
-
-    @property
-    def row_scaled(self) -> bool:
-        """Whether the inverse of this power is part of the scores' factor. Changed scores get it before."""
-        return self.rescaled and not self.features.is_changed
-
-    @property
-    def page_per_key(self) -> bool:
-        """Whether the keys of a block may be in several pages."""
-        return self.features.is_paged and not self.features.one_page
-
-    @property
-    def weight_scales(self) -> bool:
-        """Whether pages' scales of values are factors of the probabilities."""
-        return self.features.page_scales and self.page_per_key
-
-    @property
-    def scales_product(self) -> bool:
-        """Whether the product of probabilities and values has a factor."""
-        return self.features.page_scales and (self.features.one_page or self.widened)
 
 
 class DecodeSplitKV(DecodeModel, FamilyOf[DecodeConfig]):
@@ -152,9 +102,7 @@ class DecodeSplitKV(DecodeModel, FamilyOf[DecodeConfig]):
         is_short = best.early_combine and self.makespan_ms(problem, best, target) < SHORT_MS
         return early if is_short and not problem.page_size else best
 
-    def arguments(
-        self, problem: Problem, config: DecodeConfig, specialization: Specialization
-    ) -> tuple[Argument, ...]:
+    def arguments(self, problem: Problem, config: DecodeConfig, specialization: Specialization) -> Arguments:
         if config.num_splits == 1:
             return feature_arguments(problem, specialization, ())
         return (*feature_arguments(problem, specialization, PARTIALS), Argument("splits", "i32"))
@@ -168,24 +116,40 @@ class DecodeSplitKV(DecodeModel, FamilyOf[DecodeConfig]):
         return combine_step(problem.dtype, specialization, combine_options(problem, config))
 
     def context(self, problem: Problem, config: DecodeConfig, specialization: Specialization) -> Context:
-        qk_chunks = query_chunks(problem, config.split_head_dim)
-        v_chunks = value_chunks(problem, config.split_head_dim)
+        chunks = query_chunks(problem, config.split_head_dim), value_chunks(problem, config.split_head_dim)
+        values = portable_values(problem, specialization, chunks, config.block_n)
+        features = values["features"]
         combined = combined_columns(problem, config)
-        widths = {chunk.width for chunk in (*qk_chunks, *v_chunks)}
         paired = loads_pairs(problem, config, specialization)
-        return DecodeContext(
-            **portable_fields(problem, specialization, qk_chunks, v_chunks, config.block_n),
-            num_splits=config.num_splits,
-            early_combine=config.num_splits > 1 and combines_early(problem, config),
-            combine_warps=COMBINE_WARPS,
-            split_tile=split_tile(config),
-            combined=combined,
-            column_blocks=math.ceil(problem.value_head_dim / combined),
-            is_int8=problem.kv_dtype is KvDtype.INT8,
-            latent=problem.mla,
-            column_widths=tuple(sorted({*widths, *(width // 2 for width in widths if paired)})),
-            paired=paired,
-        )
+        halves = {width // 2 for width in values["widths"] if paired}
+        # 8-bit keys and 16-bit queries are multiplied in fp16, which holds all 8-bit values.
+        widened = features["quantized"] and not values["is_fp32"]
+        # Queries are scaled by a power of two for each row, so that they fit fp16.
+        rescaled = widened and problem.dtype is Dtype.BF16
+        page_per_key = features["is_paged"] and not features["one_page"]
+        return values | {
+            # Several programs share the keys of a sequence.
+            "is_split": config.num_splits > 1,
+            "early_combine": config.num_splits > 1 and combines_early(problem, config),
+            "combine_warps": COMBINE_WARPS,
+            "split_tile": split_tile(config),
+            "combined": combined,
+            "column_blocks": math.ceil(problem.value_head_dim / combined),
+            "is_int8": problem.kv_dtype is KvDtype.INT8,
+            "latent": problem.mla,
+            "paired": paired,
+            "column_widths": tuple(sorted({*values["widths"], *halves})),
+            "widened": widened,
+            "rescaled": rescaled,
+            # The inverse of this power is part of the scores' factor. Changed scores get it before.
+            "row_scaled": rescaled and not features["is_changed"],
+            # The keys of a block may be in several pages.
+            "page_per_key": page_per_key,
+            # Pages' scales of values are factors of the probabilities.
+            "weight_scales": features["page_scales"] and page_per_key,
+            # The product of probabilities and values has a factor.
+            "scales_product": features["page_scales"] and (features["one_page"] or widened),
+        }
 
 
 def _default_tiles(problem: Problem, target: Target) -> DecodeConfig:
@@ -226,7 +190,7 @@ def _usual_tiles(problem: Problem, target: Target) -> DecodeConfig:
     rows = group_rows(problem)
     block_m = next((size for size in (16, 32) if rows <= size), 64)
     if problem.dtype.is_float32:
-        wide = power_of_two(max(problem.head_dim, problem.value_head_dim)) > 128
+        wide = widest_tile(problem) > 128
         return DecodeConfig(block_m=min(block_m, 32), block_n=16 if wide else 32, num_warps=4, num_stages=2)
     if problem.mla:
         small = target.sram_per_block < 200 * 1024

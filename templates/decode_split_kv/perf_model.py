@@ -24,7 +24,7 @@ from flashtune.templates.decode_split_kv.space import (
     query_chunks,
     value_chunks,
 )
-from flashtune.templates.family import BytesItem, PerformanceModel
+from flashtune.templates.family import BytesItem, BytesItems, PerformanceModel
 
 # In µs: an empty launch, its part that overlaps the preceding kernel, and a program's time without its keys.
 LAUNCH = 3.7
@@ -56,7 +56,7 @@ class DecodeModel(PerformanceModel[DecodeConfig]):
 
     def sram_items(
         self, problem: Problem, config: DecodeConfig, target: Target, specialization: Specialization
-    ) -> tuple[BytesItem, ...]:
+    ) -> BytesItems:
         """Returns the items that are live at one point of the main loop."""
         chunks = query_chunks(problem, config.split_head_dim), value_chunks(problem, config.split_head_dim)
         blocks = config.block_m, config.block_n
@@ -128,9 +128,7 @@ class DecodeModel(PerformanceModel[DecodeConfig]):
             if space.contains(other):
                 yield other
 
-    def hbm_items(
-        self, problem: Problem, config: DecodeConfig, target: Target | None = None
-    ) -> tuple[BytesItem, ...]:
+    def hbm_items(self, problem: Problem, config: DecodeConfig, target: Target | None = None) -> BytesItems:
         problem = unpacked(problem)
         tiles = math.ceil(group_rows(problem) / config.block_m)
         return split_keys_items(problem, tiles, config.num_splits, target)

@@ -51,7 +51,7 @@ MIN_COLUMNS = 32
 
 def decode_space(problem: Problem, target: Target) -> Space:
     """Returns the search space."""
-    odd_width = not problem.mla and not (is_exact(problem.head_dim) and is_exact(problem.value_head_dim))
+    odd_width = not problem.mla and not is_exact(problem)
     fewest = fewest_tiles(problem)
     most = min(
         max(1, math.ceil(distinct_keys(problem.sight) / MIN_KEYS)),

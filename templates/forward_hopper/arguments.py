@@ -2,9 +2,10 @@
 
 from flashtune.core.kernel import POINTER_ALIGNMENT, Argument, Specialization
 from flashtune.core.problem import Bias, Dtype, KvDtype, Problem
-from flashtune.templates.common.args.arguments import COUNTS, SCALES, pointer_type
+from flashtune.templates.common.args.arguments import COUNTS, SCALES, descriptor, pointer_type
 from flashtune.templates.common.args.side import side_numbers, side_strides, side_tensors
-from flashtune.templates.common.model.sram import Chunk, head_chunks
+from flashtune.templates.common.model.sram import Chunk, chunks_of
+from flashtune.templates.family import Arguments
 from flashtune.templates.forward_hopper.space import (
     HopperConfig,
     copied_keys,
@@ -14,8 +15,6 @@ from flashtune.templates.forward_hopper.space import (
     stored_dtype,
 )
 
-# TMA's widest row without bank conflicts.
-WIDEST_SWIZZLE = 128
 # Steps of the descriptors of keys and values, if a tensor has the lengths of sequences.
 STEPS = ("k_batch_step", "k_head_step", "v_batch_step", "v_head_step")
 # Likewise from page to page.
@@ -41,17 +40,14 @@ LISTED_STRIDES = ("stride_bias", "stride_counts", "stride_indices")
 PACKED_COUNTS = ("heads", "group_size", "tokens", "heads_per_swizzle", "sequences", "steps")
 
 
-def hopper_arguments(
-    problem: Problem, config: HopperConfig, specialization: Specialization
-) -> tuple[Argument, ...]:
+def hopper_arguments(problem: Problem, config: HopperConfig, specialization: Specialization) -> Arguments:
     """Returns descriptors of q, k, v and out, tile by tile; lse, scales of inputs, scale, counts.
 
     With pages of fewer than 8 keys, k and v are addresses behind the descriptors.
     """
     dtype = problem.dtype
     stored = stored_dtype(problem)
-    qk_chunks = head_chunks(problem.head_dim, config.split_head_dim)
-    v_chunks = head_chunks(problem.value_head_dim, config.split_head_dim)
+    qk_chunks, v_chunks = chunks_of(problem, config.split_head_dim)
     # If sequences end before their tensor, more dimensions mark their ends.
     ends_early = problem.packed or problem.kv_lengths or problem.page_size
     outer = (1, 1, 1) if ends_early else (1, 1)
@@ -72,7 +68,7 @@ def hopper_arguments(
             for chunk in v_chunks
         ),
     )
-    addresses: tuple[Argument, ...] = ()
+    addresses: Arguments = ()
     if gathers(problem):
         keys_and_values = ()
         addresses = tuple(Argument(name, pointer_type(stored), POINTER_ALIGNMENT) for name in ("k", "v"))
@@ -98,7 +94,7 @@ def hopper_arguments(
     )
 
 
-def classifying_arguments(problem: Problem, specialization: Specialization) -> tuple[Argument, ...]:
+def classifying_arguments(problem: Problem, specialization: Specialization) -> Arguments:
     """Returns the bias or mask, kinds, words, strides, counts, for the prologue that classifies blocks."""
     return (
         *(tensor for tensor in side_tensors(problem) if tensor.name == "bias"),
@@ -109,9 +105,7 @@ def classifying_arguments(problem: Problem, specialization: Specialization) -> t
     )
 
 
-def listing_arguments(
-    problem: Problem, config: HopperConfig, specialization: Specialization
-) -> tuple[Argument, ...]:
+def listing_arguments(problem: Problem, config: HopperConfig, specialization: Specialization) -> Arguments:
     """Returns the arguments of the prologue that lists blocks.
 
     They are kinds, lists and the number of keys. For a block mask: its tensors, lists, strides, counts.
@@ -127,11 +121,11 @@ def listing_arguments(
     )
 
 
-def _words(problem: Problem) -> tuple[Argument, ...]:
+def _words(problem: Problem) -> Arguments:
     return (WORDS,) if problem.bias is Bias.BOOLEAN else ()
 
 
-def _lists(problem: Problem, config: HopperConfig) -> tuple[Argument, ...]:
+def _lists(problem: Problem, config: HopperConfig) -> Arguments:
     """Returns the workspaces that prologues write and the kernel reads."""
     if not has_lists(problem):
         return ()
@@ -146,13 +140,13 @@ def _list_counts(problem: Problem) -> tuple[str, ...]:
     return (*MASK_COUNTS, MASK_TILES) if shares_rows(problem) else MASK_COUNTS
 
 
-def _strides(problem: Problem, specialization: Specialization, *, of_lists: bool) -> tuple[Argument, ...]:
+def _strides(problem: Problem, specialization: Specialization, *, of_lists: bool) -> Arguments:
     """Returns the strides of the inputs that a prologue lists, or those of all other extra inputs."""
     strides = side_strides(problem, specialization)
     return tuple(stride for stride in strides if stride.name.startswith(LISTED_STRIDES) is of_lists)
 
 
-def _bias_descriptor(problem: Problem, config: HopperConfig) -> tuple[Argument, ...]:
+def _bias_descriptor(problem: Problem, config: HopperConfig) -> Arguments:
     if problem.bias is not Bias.ADDITIVE:
         return ()
     chunk = Chunk(0, 0, config.block_n, padded=False)
@@ -171,7 +165,4 @@ def _descriptor(
     tensor: str, chunk: Chunk, chunks: tuple[Chunk, ...], dtype: KvDtype | Dtype, box: tuple[int, ...]
 ) -> Argument:
     name = f"{tensor}_desc_{chunk.index}" if len(chunks) > 1 else f"{tensor}_desc"
-    swizzle = min(WIDEST_SWIZZLE, box[-1] * dtype.itemsize)
-    layout = f"NVMMASharedLayout({swizzle}, {8 * dtype.itemsize}, {len(box)})"
-    sides = ", ".join(str(side) for side in box)
-    return Argument(name, f"tensordesc<{pointer_type(dtype)[1:]}[{sides}],{layout}>")
+    return descriptor(name, dtype, box)

@@ -9,7 +9,7 @@ from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Bias, KvScale, Problem
 from flashtune.core.target import Target
 from flashtune.templates.common.model.cost import CostParams, block_us, tile_us, together_us, traffic_us
-from flashtune.templates.common.model.sram import columns, head_chunks
+from flashtune.templates.common.model.sram import chunks_of, columns
 from flashtune.templates.common.model.tile_schedule import (
     TileCost,
     Tiling,
@@ -19,7 +19,7 @@ from flashtune.templates.common.model.tile_schedule import (
     persistent_programs,
 )
 from flashtune.templates.common.model.traffic import AtOnce, streamed_items, unpacked
-from flashtune.templates.family import BytesItem, PerformanceModel
+from flashtune.templates.family import BytesItem, BytesItems, PerformanceModel
 from flashtune.templates.forward_hopper.space import (
     HopperConfig,
     Order,
@@ -73,11 +73,10 @@ class HopperModel(PerformanceModel[HopperConfig]):
 
     def sram_items(
         self, problem: Problem, config: HopperConfig, target: Target, specialization: Specialization
-    ) -> tuple[BytesItem, ...]:
+    ) -> BytesItems:
         """Returns all allocations of a program, in bytes."""
         size = problem.dtype.itemsize
-        queries = columns(head_chunks(problem.head_dim, config.split_head_dim)) * size
-        values = columns(head_chunks(problem.value_head_dim, config.split_head_dim))
+        queries, values = map(columns, chunks_of(problem, config.split_head_dim))
         q_slots = config.q_stages * config.num_consumer_groups
         staged = values // 2 if config.split_epilogue else values
         block = config.num_stages * config.block_n
@@ -90,8 +89,8 @@ class HopperModel(PerformanceModel[HopperConfig]):
         has_scales = problem.kv_dtype is not None and problem.kv_scale is KvScale.PAGE
         scales = 2 * block // SCALED_KEYS * has_scales
         items = (
-            BytesItem(f"q, {config.q_stages} in flight", q_slots * config.rows_per_group * queries),
-            BytesItem(f"k, {config.num_stages} in flight", block * queries),
+            BytesItem(f"q, {config.q_stages} in flight", q_slots * config.rows_per_group * queries * size),
+            BytesItem(f"k, {config.num_stages} in flight", block * queries * size),
             BytesItem(f"v, {config.num_stages} in flight", block * values * size),
             BytesItem(
                 f"weights, {config.p_stages} in flight",
@@ -167,9 +166,7 @@ class HopperModel(PerformanceModel[HopperConfig]):
             if other != config and space.contains(other):
                 yield other
 
-    def hbm_items(
-        self, problem: Problem, config: HopperConfig, target: Target | None = None
-    ) -> tuple[BytesItem, ...]:
+    def hbm_items(self, problem: Problem, config: HopperConfig, target: Target | None = None) -> BytesItems:
         problem = unpacked(problem)
         at_once = running_programs(problem, config, target)
         return streamed_items(

@@ -108,7 +108,6 @@ class HopperConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True
 def hopper_space(problem: Problem) -> Space:
     """Returns the search space; benchmarks/results/hopper.md names the excluded configs."""
     differ = tiles_differ(problem)
-    odd_width = not (is_exact(problem.head_dim) and is_exact(problem.value_head_dim))
     axes = (
         Axis("num_warps", (GROUP_WARPS,)),
         Axis("num_consumer_groups", tuple(REGISTERS_WITH_CONVERTER) if problem.kv_dtype else (1, 2, 3)),
@@ -121,7 +120,7 @@ def hopper_space(problem: Problem) -> Space:
         Axis("defer_pv_wait", (False, True)),
         Axis("conditional_rescale", (True, False), False),
         Axis("p_stages", (0, 1, 2) if problem.dtype.is_quantized else (0,), only_if=_is_crowded),
-        Axis("split_head_dim", (True, False) if odd_width else (False,), False),
+        Axis("split_head_dim", (False,) if is_exact(problem) else (True, False), False),
         Axis("pack_gqa", _packs(problem)),
         Axis("bias_stages", (1, 2) if problem.bias is Bias.ADDITIVE else (1,)),
         Axis("head_swizzle", _sections(problem), False),
@@ -256,12 +255,11 @@ def _is_full(problem: Problem, pack: int, groups: int) -> bool:
 def usual_config(problem: Problem) -> HopperConfig:
     """Returns the best config of most lengths on an H200."""
     tiles = _usual_tiles_of_blocks(problem) if problem.block_mask else _usual_tiles(problem)
-    odd_width = not (is_exact(problem.head_dim) and is_exact(problem.value_head_dim))
     is_halved = problem.kv_dtype is not None or _widest(problem) > WIDE
     return msgspec.structs.replace(
         tiles,
         split_epilogue=is_halved and _can_be_halved(problem, True),
-        split_head_dim=odd_width and _products_fit(problem, True),
+        split_head_dim=not is_exact(problem) and _products_fit(problem, True),
         head_swizzle=_usual_swizzle(problem),
         order=_usual_order(problem),
         balanced_grid=not problem.block_mask and not _is_in_one_order(problem),

@@ -11,15 +11,16 @@ from flashtune.templates.common.model.sram import (
     SHARING_RELEASE,
     Engine,
     Tiles,
+    chunks_of,
+    columns,
     columns_of,
-    head_chunks,
     reordered,
     tiles_of,
     triton_release,
 )
 from flashtune.templates.common.model.traffic import AtOnce, cycled_rows, missed
 from flashtune.templates.common.precision import at_rate, fixed_precision
-from flashtune.templates.family import BytesItem, PerformanceModel
+from flashtune.templates.family import BytesItem, BytesItems, PerformanceModel
 from flashtune.templates.forward_kv_outer.space import KVOuterConfig
 
 FLOAT32_BYTES = 4
@@ -34,7 +35,7 @@ class KVOuterModel(PerformanceModel[KVOuterConfig]):
 
     def sram_items(
         self, problem: Problem, config: KVOuterConfig, target: Target, specialization: Specialization
-    ) -> tuple[BytesItem, ...]:
+    ) -> BytesItems:
         """Returns the items that are live at one point of the inner loop.
 
         Both loops contain a barrier, so nothing is pipelined and alignment changes nothing.
@@ -57,7 +58,7 @@ class KVOuterModel(PerformanceModel[KVOuterConfig]):
         tiles = _tiles(problem, config, target)
         if tiles is None:
             return 0
-        scores, output = tiles.block_n, sum(chunk.width for chunk in tiles.v_chunks)
+        scores, output = tiles.block_n, columns(tiles.v_chunks)
         if triton_release() >= SHARING_RELEASE:
             return columns_of(tiles, max(scores, output))
         # Probabilities are half as wide as scores. Scores that are summed over chunks are stored twice.
@@ -73,9 +74,7 @@ class KVOuterModel(PerformanceModel[KVOuterConfig]):
         target = at_rate(problem, fixed_precision(problem), target)
         return max(idle * portable_span(problem, config.block_m, config.block_n, target), moving)
 
-    def hbm_items(
-        self, problem: Problem, config: KVOuterConfig, target: Target | None = None
-    ) -> tuple[BytesItem, ...]:
+    def hbm_items(self, problem: Problem, config: KVOuterConfig, target: Target | None = None) -> BytesItems:
         """Returns HBM traffic, item by item, in bytes."""
         size = problem.dtype.itemsize
         all_heads = problem.batch * problem.heads
@@ -102,8 +101,7 @@ class KVOuterModel(PerformanceModel[KVOuterConfig]):
 
 def _tiles(problem: Problem, config: KVOuterConfig, target: Target) -> Tiles | None:
     """Returns the tiles of a program, None for unknown architectures."""
-    qk_chunks = head_chunks(problem.head_dim, config.split_head_dim)
-    chunks = qk_chunks, head_chunks(problem.value_head_dim, config.split_head_dim)
+    chunks = chunks_of(problem, config.split_head_dim)
     return tiles_of(problem, target, (config.block_m, config.block_n), config.num_warps, chunks, ieee=False)
 
 

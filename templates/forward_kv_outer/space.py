@@ -17,14 +17,13 @@ class KVOuterConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 def kv_outer_space(problem: Problem) -> Space:
     """Returns the search space."""
-    odd_width = not (is_exact(problem.head_dim) and is_exact(problem.value_head_dim))
     axes = (
         Axis("block_m", (16, 32, 64, 128)),
         Axis("block_n", (16, 32, 64, 128, 256)),
         Axis("num_warps", (2, 4, 8, 16)),
         # Triton does not pipeline loops that contain a barrier: more stages change nothing.
         Axis("num_stages", (1,)),
-        Axis("split_head_dim", (False, True) if odd_width else (False,)),
+        Axis("split_head_dim", (False,) if is_exact(problem) else (False, True)),
         Axis("maxnreg", (0,)),
     )
     return Space(KVOuterConfig, axes)

@@ -1,9 +1,8 @@
 """Portable Triton forward pass with all features, with an outer loop over queries."""
 
 from flashtune.core.config import Space
-from flashtune.core.kernel import Argument, Specialization
+from flashtune.core.kernel import Specialization
 from flashtune.core.problem import (
-    MAX_HEAD_DIM,
     Bias,
     Causal,
     Direction,
@@ -18,11 +17,11 @@ from flashtune.templates.common.args.feature_context import (
     FEATURES,
     feature_arguments,
 )
-from flashtune.templates.common.args.portable_context import PortableContext, portable_fields
-from flashtune.templates.common.model.sram import head_chunks, power_of_two
+from flashtune.templates.common.args.portable_context import portable_values, refusal
+from flashtune.templates.common.model.sram import head_chunks, widest_tile
 from flashtune.templates.common.model.traffic import mean_queries
 from flashtune.templates.common.precision import float32_width, input_precisions
-from flashtune.templates.family import Context, FamilyOf
+from flashtune.templates.family import Arguments, Context, FamilyOf
 from flashtune.templates.forward_masked.perf_model import MaskedModel
 from flashtune.templates.forward_masked.space import HOPPER, MaskedConfig, masked_space, value_chunks
 
@@ -44,15 +43,9 @@ class ForwardMasked(MaskedModel, FamilyOf[MaskedConfig]):
     def supports(self, problem: Problem, target: Target) -> str | None:
         if not problem.features:
             return "forward_masked is for masks, changed scores, packed sequences and pages"
-        if max(problem.head_dim, problem.value_head_dim) > MAX_HEAD_DIM:
-            return f"forward_masked takes head dims up to {MAX_HEAD_DIM}"
-        if problem.dtype.is_quantized:
-            return f"forward_masked takes no queries of {problem.dtype}"
-        if {Feature.PACKED, Feature.BIAS} <= problem.features:
-            return "forward_masked takes no bias over packed sequences"
         if problem.block_mask and problem.features & {Feature.PACKED, Feature.PAGES}:
             return "forward_masked takes no block mask over packed sequences or pages"
-        return self._why_not_stored(problem, target)
+        return refusal(self.name, problem) or self._why_not_stored(problem, target)
 
     def _why_not_stored(self, problem: Problem, target: Target) -> str | None:
         """Returns the reason why keys and values cannot be read as stored, None if they can."""
@@ -69,53 +62,42 @@ class ForwardMasked(MaskedModel, FamilyOf[MaskedConfig]):
 
     def default(self, problem: Problem, target: Target) -> MaskedConfig:
         """Returns a tile that fits every target of the table, for untuned shapes."""
-        width = power_of_two(max(problem.head_dim, problem.value_head_dim)) * problem.dtype.itemsize
         near = problem.window_left is not None or problem.chunk > 0
-        lpt = problem.causal is not Causal.NONE and not near
-        precision = input_precisions(problem, target)[-1]
-        if problem.dtype.is_float32 and target.capability == HOPPER:
-            # A tile lies within one block of a block mask.
-            width = 128 if problem.block_mask == SHORT and width < 512 else float32_width(problem)
-            block_m, block_n, warps, stages = HOPPER_TILES[width]
-            return MaskedConfig(
-                block_m=block_m,
-                block_n=block_n,
-                num_warps=warps,
-                num_stages=stages,
-                lpt=lpt,
-                input_precision=precision,
-            )
-        if width > 512:
-            return MaskedConfig(
-                block_m=32, block_n=16, num_warps=4, num_stages=1, lpt=lpt, input_precision=precision
-            )
-        small = target.sram_per_block < SMALL_SRAM
-        wide = problem.dtype.is_float32
-        short = mean_queries(problem) <= SHORT or problem.block_mask == SHORT
-        rows = 64 if wide or width > 256 or short else 128
-        hopper = target.capability == HOPPER and not wide
-        # A bias is a tile of its own, in registers in addition to the scores.
-        narrow = wide or (small and width > 128) or problem.bias is not Bias.NONE
+        block_m, block_n, warps, stages = self._default_tiles(problem, target)
         return MaskedConfig(
-            block_m=rows,
-            block_n=32 if narrow else 64,
-            num_warps=8 if rows > SHORT else 4,
-            num_stages=3 if hopper and width <= 256 else 2,
-            lpt=lpt,
-            input_precision=precision,
+            block_m=block_m,
+            block_n=block_n,
+            num_warps=warps,
+            num_stages=stages,
+            lpt=problem.causal is not Causal.NONE and not near,
+            input_precision=input_precisions(problem, target)[-1],
         )
 
-    def arguments(
-        self, problem: Problem, config: MaskedConfig, specialization: Specialization
-    ) -> tuple[Argument, ...]:
+    def _default_tiles(self, problem: Problem, target: Target) -> tuple[int, int, int, int]:
+        """Returns queries, keys, warps and stages."""
+        width = widest_tile(problem) * problem.dtype.itemsize
+        wide = problem.dtype.is_float32
+        if wide and target.capability == HOPPER:
+            # A tile lies within one block of a block mask.
+            return HOPPER_TILES[
+                128 if problem.block_mask == SHORT and width < 512 else float32_width(problem)
+            ]
+        if width > 512:
+            return 32, 16, 4, 1
+        small = target.sram_per_block < SMALL_SRAM
+        short = mean_queries(problem) <= SHORT or problem.block_mask == SHORT
+        rows = 64 if wide or width > 256 or short else 128
+        hopper = target.capability == HOPPER
+        # A bias is a tile of its own, in registers in addition to the scores.
+        narrow = wide or (small and width > 128) or problem.bias is not Bias.NONE
+        return rows, 32 if narrow else 64, 8 if rows > SHORT else 4, 3 if hopper and width <= 256 else 2
+
+    def arguments(self, problem: Problem, config: MaskedConfig, specialization: Specialization) -> Arguments:
         return feature_arguments(problem, specialization, ())
 
     def context(self, problem: Problem, config: MaskedConfig, specialization: Specialization) -> Context:
-        qk_chunks = head_chunks(problem.head_dim, config.split_head_dim)
-        v_chunks = value_chunks(problem, config)
-        return PortableContext(
-            **portable_fields(problem, specialization, qk_chunks, v_chunks, config.block_n)
-        )
+        chunks = head_chunks(problem.head_dim, config.split_head_dim), value_chunks(problem, config)
+        return portable_values(problem, specialization, chunks, config.block_n)
 
 
 FAMILY = ForwardMasked()

@@ -10,7 +10,7 @@ from flashtune.templates.common.model.sram import Engine, Tiles, head_chunks, ti
 from flashtune.templates.common.model.sram_stream import Stream, stream_columns, stream_items
 from flashtune.templates.common.model.traffic import streamed_items, tiles_of_queries, unpacked
 from flashtune.templates.common.precision import InputPrecision, at_rate
-from flashtune.templates.family import BytesItem, PerformanceModel
+from flashtune.templates.family import BytesItem, BytesItems, PerformanceModel
 from flashtune.templates.forward_masked.space import MaskedConfig, value_chunks
 
 # If a page number is loaded just before its keys, each load waits for another: two stages are left.
@@ -22,7 +22,7 @@ class MaskedModel(PerformanceModel[MaskedConfig]):
 
     def sram_items(
         self, problem: Problem, config: MaskedConfig, target: Target, specialization: Specialization
-    ) -> tuple[BytesItem, ...]:
+    ) -> BytesItems:
         """Returns the items that are live at one point of the main loop."""
         tiles = _tiles(problem, config, target)
         if tiles is None:
@@ -57,9 +57,7 @@ class MaskedModel(PerformanceModel[MaskedConfig]):
             heads_innermost=config.heads_innermost,
         )
 
-    def hbm_items(
-        self, problem: Problem, config: MaskedConfig, target: Target | None = None
-    ) -> tuple[BytesItem, ...]:
+    def hbm_items(self, problem: Problem, config: MaskedConfig, target: Target | None = None) -> BytesItems:
         problem = unpacked(problem)
         at_once = tiles_of_queries(problem, config.block_m, target, inner=config.heads_innermost)
         return streamed_items(problem, config.block_m, config.block_n, at_once, target)
@@ -79,7 +77,7 @@ def _tiles(problem: Problem, config: MaskedConfig, target: Target) -> Tiles | No
     return tiles_of(problem, target, (config.block_m, config.block_n), config.num_warps, chunks, ieee=ieee)
 
 
-def _converted_items(stream: Stream) -> tuple[BytesItem, ...]:
+def _converted_items(stream: Stream) -> BytesItems:
     """Returns K and V that are stored in 8 bits: they pass through registers, so one stage is free early."""
     tiles = stream.tiles
     if tiles.engine not in (Engine.WARPGROUP, Engine.WARP):

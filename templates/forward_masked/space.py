@@ -3,7 +3,7 @@
 from flashtune.core.config import Axis, BlockSize, Config, RegisterCap, Space
 from flashtune.core.problem import Causal, Problem
 from flashtune.core.target import Target
-from flashtune.templates.common.model.sram import Chunk, columns, head_chunks, is_exact
+from flashtune.templates.common.model.sram import Chunk, columns, masked_chunks, may_split
 from flashtune.templates.common.precision import InputPrecision, precision_axis
 
 
@@ -27,9 +27,6 @@ class MaskedConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True
 # Below this many queries of a sequence, small tiles are in the space.
 FEW_QUERIES = 128
 HOPPER = 90
-# With 16-bit tiles of V of 32 columns, Triton 3.6's ptxas is wrong: some scalars of the loop get registers
-# from which wgmma reads the tile's address.
-MIN_WIDTH = 64
 MAX_REGISTERS = 255
 # Accumulator and scores of one thread leave this many registers for the rest, with bounds and biases.
 SPARE_REGISTERS = 24
@@ -39,7 +36,6 @@ def masked_space(problem: Problem, target: Target) -> Space:
     """Returns the search space."""
     wide = problem.dtype.is_float32
     few = problem.seqlen_q < FEW_QUERIES or wide
-    splits = _may_split(problem)
     block_m = (16, 32, 64, 128) if few else (64, 128)
     block_n = (16, 32, 64) if wide else (16, 32, 64, 128)
     # A tile lies within one block of a block mask.
@@ -50,7 +46,7 @@ def masked_space(problem: Problem, target: Target) -> Space:
         Axis("num_warps", (4, 8)),
         Axis("num_stages", (1, 2, 3) if wide else (1, 2, 3, 4)),
         Axis("split_masked_loop", (True, False), False),
-        Axis("split_head_dim", (False, True) if splits else (False,)),
+        Axis("split_head_dim", (False, True) if may_split(problem) else (False,)),
         Axis("lpt", (False, True) if _ends_differ(problem) else (False,)),
         Axis("heads_innermost", (False, True)),
         precision_axis(problem, target),
@@ -60,18 +56,7 @@ def masked_space(problem: Problem, target: Target) -> Space:
 
 def value_chunks(problem: Problem, config: MaskedConfig) -> tuple[Chunk, ...]:
     """Returns the tiles of V's columns."""
-    chunks = head_chunks(problem.value_head_dim, config.split_head_dim)
-    if problem.dtype.is_float32 or chunks[0].width >= MIN_WIDTH:
-        return chunks
-    return (Chunk(0, 0, MIN_WIDTH, padded=True),)
-
-
-def _may_split(problem: Problem) -> bool:
-    """Returns whether the head dim can be split without tiles that are too narrow."""
-    widths = problem.head_dim, problem.value_head_dim
-    least = 0 if problem.dtype.is_float32 else MIN_WIDTH
-    chunks = [chunk for width in widths for chunk in head_chunks(width, split_head_dim=True)]
-    return not all(map(is_exact, widths)) and all(chunk.width >= least for chunk in chunks)
+    return masked_chunks(problem, problem.value_head_dim, config.split_head_dim)
 
 
 def _ends_differ(problem: Problem) -> bool:

@@ -4,11 +4,11 @@ from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Problem
 from flashtune.core.target import Target
 from flashtune.templates.common.model.makespan import portable_span, resident_programs
-from flashtune.templates.common.model.sram import Tiles, head_chunks, tiles_of
+from flashtune.templates.common.model.sram import Tiles, chunks_of, tiles_of
 from flashtune.templates.common.model.sram_stream import Stream, stream_columns, stream_items
 from flashtune.templates.common.model.traffic import streamed_items, tiles_of_queries
 from flashtune.templates.common.precision import InputPrecision, at_rate
-from flashtune.templates.family import BytesItem, PerformanceModel
+from flashtune.templates.family import BytesItems, PerformanceModel
 from flashtune.templates.forward_q_outer.space import Loads, QOuterConfig
 
 
@@ -17,7 +17,7 @@ class QOuterModel(PerformanceModel[QOuterConfig]):
 
     def sram_items(
         self, problem: Problem, config: QOuterConfig, target: Target, specialization: Specialization
-    ) -> tuple[BytesItem, ...]:
+    ) -> BytesItems:
         """Returns the items that are live at one point of the main loop."""
         tiles = _tiles(problem, config, target)
         if tiles is None:
@@ -60,9 +60,7 @@ class QOuterModel(PerformanceModel[QOuterConfig]):
             ),
         )
 
-    def hbm_items(
-        self, problem: Problem, config: QOuterConfig, target: Target | None = None
-    ) -> tuple[BytesItem, ...]:
+    def hbm_items(self, problem: Problem, config: QOuterConfig, target: Target | None = None) -> BytesItems:
         at_once = tiles_of_queries(problem, config.block_m, target, inner=config.heads_innermost)
         return streamed_items(problem, config.block_m, config.block_n, at_once, target)
 
@@ -70,6 +68,5 @@ class QOuterModel(PerformanceModel[QOuterConfig]):
 def _tiles(problem: Problem, config: QOuterConfig, target: Target) -> Tiles | None:
     """Returns the tiles of a program, None for unknown architectures."""
     ieee = config.input_precision is InputPrecision.IEEE
-    qk_chunks = head_chunks(problem.head_dim, config.split_head_dim)
-    chunks = qk_chunks, head_chunks(problem.value_head_dim, config.split_head_dim)
+    chunks = chunks_of(problem, config.split_head_dim)
     return tiles_of(problem, target, (config.block_m, config.block_n), config.num_warps, chunks, ieee=ieee)

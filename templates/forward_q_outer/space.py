@@ -5,7 +5,7 @@ import enum
 from flashtune.core.config import Axis, AxisValue, BlockSize, Config, RegisterCap, Space
 from flashtune.core.problem import Causal, Problem
 from flashtune.core.target import Target
-from flashtune.templates.common.model.sram import columns, head_chunks, is_exact, power_of_two
+from flashtune.templates.common.model.sram import columns, head_chunks, is_exact, widest_tile
 from flashtune.templates.common.precision import InputPrecision, precision_axis
 
 
@@ -52,8 +52,7 @@ SPARE_FOR_WGMMA = 24
 def q_outer_space(problem: Problem, target: Target) -> Space:
     """Returns the search space without values that no measurement selected: benchmarks/results/axes.md."""
     causal = problem.causal is not Causal.NONE
-    odd_width = not (is_exact(problem.head_dim) and is_exact(problem.value_head_dim))
-    widest = power_of_two(max(problem.head_dim, problem.value_head_dim))
+    widest = widest_tile(problem)
     wide = problem.dtype.is_float32
     few_queries = problem.seqlen_q < FEW_QUERIES
     few_keys = problem.seqlen_kv <= FEW_KEYS
@@ -67,7 +66,7 @@ def q_outer_space(problem: Problem, target: Target) -> Space:
             (Loads.POINTER, Loads.DESCRIPTOR) if target.has_descriptors else (Loads.POINTER,),
             False,
         ),
-        Axis("split_head_dim", (False, True) if odd_width else (False,)),
+        Axis("split_head_dim", (False,) if is_exact(problem) else (False, True)),
         Axis("overlap_qk", (False, True) if widest >= WIDE_HEAD else (False,), only_if=_can_run_ahead),
         Axis("split_masked_loop", (True, False) if causal or few_keys else (True,), False),
         Axis("lpt", (False, True) if causal else (False,)),

@@ -102,9 +102,9 @@ def test_time_without_a_record_is_refused(record: Record) -> None:
 
 def test_record_takes_the_receipt_and_time_of_the_given_versions(table: TunedTable, record: Record) -> None:
     here = newer(record.versions)
-    (known,) = under(table, lambda family: here)
-    assert (known.versions, known.verdict, known.measurement) == (here, PASSED, MEASURED)
-    assert is_proven(known, here)
+    (updated,) = under(table, lambda family: here)
+    assert (updated.versions, updated.verdict, updated.measurement) == (here, PASSED, MEASURED)
+    assert is_proven(updated, here)
     assert not is_proven(record, here)
 
 
@@ -121,8 +121,10 @@ def test_time_without_baselines_keeps_those_of_the_record(table: TunedTable, rec
     timed = msgspec.structs.replace(
         record, measurement=msgspec.structs.replace(record.measurement, peers=peers)
     )
-    (known,) = under(msgspec.structs.replace(table, records=(timed,)), lambda family: newer(record.versions))
-    assert known.measurement == msgspec.structs.replace(MEASURED, peers=peers)
+    (updated,) = under(
+        msgspec.structs.replace(table, records=(timed,)), lambda family: newer(record.versions)
+    )
+    assert updated.measurement == msgspec.structs.replace(MEASURED, peers=peers)
 
 
 def test_shared_mask_times_replace_those_of_the_record(table: TunedTable, record: Record) -> None:
@@ -130,10 +132,12 @@ def test_shared_mask_times_replace_those_of_the_record(table: TunedTable, record
     shared = (SharedTime(MaskSharing.HEADS, 0.4, peers),)
     earlier = Measurement(0.5, 0.4, 0.6, 50, shared=shared)
     timed = msgspec.structs.replace(record, measurement=earlier)
-    (known,) = under(msgspec.structs.replace(table, records=(timed,)), lambda family: newer(record.versions))
+    (updated,) = under(
+        msgspec.structs.replace(table, records=(timed,)), lambda family: newer(record.versions)
+    )
     # The kernel takes half of its earlier time, and the peers' times are kept.
     kept = (SharedTime(MaskSharing.HEADS, 0.2, peers),)
-    assert known.measurement == msgspec.structs.replace(MEASURED, shared=kept)
+    assert updated.measurement == msgspec.structs.replace(MEASURED, shared=kept)
 
 
 def test_record_without_evidence_of_the_versions_is_not_changed(table: TunedTable, record: Record) -> None:

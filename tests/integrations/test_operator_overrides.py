@@ -50,16 +50,16 @@ def override_of(operator: ForwardOperator, session: Session) -> Kernel:
     return forward_override(operator, lambda *_, **__: "torch", session)
 
 
-@pytest.mark.parametrize("place", [1, 2, 3])
-def test_a_known_call_with_a_tensor_elsewhere_is_read_again(place: int) -> None:
+@pytest.mark.parametrize("index", [1, 2, 3])
+def test_a_known_call_with_a_tensor_elsewhere_is_read_again(index: int) -> None:
     session = Serving()
     override = override_of(DenseForward(CUDNN), session)
-    given: list[Any] = [torch.zeros(1, 2, 16, 16, dtype=torch.bfloat16) for _ in range(4)]
+    arguments: list[Any] = [torch.zeros(1, 2, 16, 16, dtype=torch.bfloat16) for _ in range(4)]
     for _ in range(2):
-        override(None, *given, False, 0.0, False, False)
+        override(None, *arguments, False, 0.0, False, False)
     assert len(session.served) == 2
-    given[place] = given[place].to("meta")
-    assert override(None, *given, False, 0.0, False, False) == "torch"
+    arguments[index] = arguments[index].to("meta")
+    assert override(None, *arguments, False, 0.0, False, False) == "torch"
     assert len(session.served) == 2
 
 
@@ -107,26 +107,26 @@ def test_results_of_flash_have_the_order_of_the_inputs(order: str) -> None:
     assert reading is not None
     call = reading.call
     assert call.options.layout == order
-    assert all(one.is_contiguous() for one in (call.q, *backward.saved(arguments, reading)))
+    assert all(operand.is_contiguous() for operand in (call.q, *backward.saved(arguments, reading)))
     gradients = SimpleNamespace(dq=call.q, dk=call.k, dv=call.v)
-    found = backward.results(gradients, reading)  # type: ignore[arg-type]
-    for one, other in zip(found, (q, k, k), strict=True):
-        assert (one.shape, one.stride()) == (other.shape, other.stride())
+    results = backward.results(gradients, reading)  # type: ignore[arg-type]
+    for result, other in zip(results, (q, k, k), strict=True):
+        assert (result.shape, result.stride()) == (other.shape, other.stride())
 
 
 def test_a_refused_call_of_flash_refuses_no_other_kind() -> None:
     q = torch.zeros(1, 16, 4, 32, dtype=torch.bfloat16)
-    given = q, q, q, None, None, 16, 16, 0.0, True, False
+    arguments = q, q, q, None, None, 16, 16, 0.0, True, False
     session = Serving(lambda call: call.options.window_left is not None or torch.is_grad_enabled())
     override = override_of(FlashForward(), session)
     for _ in range(2):
         with torch.enable_grad():
-            assert override(None, *given) == "torch"
+            assert override(None, *arguments) == "torch"
         with torch.no_grad():
-            assert override(None, *given, window_size_left=5) == "torch"
+            assert override(None, *arguments, window_size_left=5) == "torch"
     assert session.served == []
     with torch.no_grad():
-        override(None, *given)
+        override(None, *arguments)
     assert len(session.served) == 1
 
 

@@ -15,7 +15,7 @@ from flashtune.core.kernel import Alignment, Kernel, Specialization
 from flashtune.core.problem import Bias, BlockLists, Causal, Dtype, Feature, KvDtype, KvScale, Problem
 from flashtune.core.target import find_target
 from flashtune.launch.compilation import compile_kernel, load_module
-from flashtune.templates.common.args.feature_context import feature_context
+from flashtune.templates.common.args.feature_context import feature_values
 from flashtune.templates.common.args.problem_context import FARTHEST
 from flashtune.templates.forward_masked.space import MaskedConfig
 from flashtune.templates.registry import find_family
@@ -70,7 +70,7 @@ def test_all_features_but_latent_and_deterministic_are_supported() -> None:
     [
         ({}, "is for masks"),
         ({"sinks": True, "value_head_dim": 512}, "head dims up to 256"),
-        ({"window_left": 1, "dtype": Dtype.E4M3}, "no queries of e4m3"),
+        ({"window_left": 1, "dtype": Dtype.E4M3}, "no queries in e4m3"),
         ({"packed": 9, "bias": Bias.BOOLEAN}, "no bias over packed sequences"),
         ({"block_mask": 64, "packed": 9}, "no block mask over packed sequences or pages"),
         ({"kv_dtype": KvDtype.INT8, "kv_scale": KvScale.PAGE}, "scales of pages for keys in pages alone"),
@@ -89,8 +89,9 @@ def test_e4m3_keys_require_gpu_support() -> None:
 
 def test_bounds_beyond_every_length_fit_int32() -> None:
     problem = a_problem(window_left=2**31 - 1, chunk=2**31 - 1, sink_tokens=2**31 - 1)
-    features = feature_context(problem)
-    assert (features.window_left, features.window_right, features.chunk) == (FARTHEST, -1, FARTHEST)
+    features = feature_values(problem)
+    bounds = features["window_left"], features["window_right"], features["chunk"]
+    assert bounds == (FARTHEST, -1, FARTHEST)
     assert 2 * FARTHEST + 1 < 2**31
 
 

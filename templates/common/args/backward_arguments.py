@@ -1,21 +1,16 @@
 """Run-time arguments of backward kernels. Each kernel lists its tensors, in its own order."""
 
-from flashtune.core.kernel import POINTER_ALIGNMENT, Alignment, Argument, Specialization
+from flashtune.core.kernel import POINTER_ALIGNMENT, Argument, Specialization
 from flashtune.core.problem import Bias, Dtype, Problem
-from flashtune.templates.common.args.arguments import pointer_type
+from flashtune.templates.common.args.arguments import (
+    STRIDE_LETTERS,
+    pointer_type,
+    stride_arguments,
+    tensor_argument,
+)
 from flashtune.templates.common.args.side import side_numbers, side_strides, side_tensors
+from flashtune.templates.family import Arguments
 
-# Letters for the strides of a launch's planned tensors.
-STRIDE_LETTERS = {
-    "q": "q",
-    "k": "k",
-    "v": "v",
-    "out": "o",
-    "dout": "do",
-    "dq": "dq",
-    "dk": "dk",
-    "dv": "dv",
-}
 ROW_NUMBERS = ("lse", "dlse", "dslopes", "dsinks")
 WORKSPACE = "workspace_"
 # Counts for kernels that iterate over sequences.
@@ -26,7 +21,7 @@ UNREAD = ("sinks", "seed")
 
 def backward_arguments(
     problem: Problem, specialization: Specialization, tensors: tuple[str, ...]
-) -> tuple[Argument, ...]:
+) -> Arguments:
     """Returns the arguments of a main kernel: tensors, side tensors, scale, numbers, strides, counts.
 
     The problem supplies type and features. The names of tensors and workspaces are in order.
@@ -43,14 +38,12 @@ def backward_arguments(
     )
 
 
-def seed_arguments(problem: Problem) -> tuple[Argument, ...]:
+def seed_arguments(problem: Problem) -> Arguments:
     """Returns the prologue's arguments for dropout."""
     return tuple(tensor for tensor in side_tensors(problem) if tensor.name == "seed")
 
 
-def score_arguments(
-    problem: Problem, specialization: Specialization
-) -> tuple[tuple[Argument, ...], tuple[Argument, ...]]:
+def score_arguments(problem: Problem, specialization: Specialization) -> tuple[Arguments, Arguments]:
     """Returns the prologue's arguments for scores, which it computes with a bias: values, and integers."""
     if problem.bias is not Bias.ADDITIVE:
         return (), ()
@@ -69,31 +62,17 @@ def score_arguments(
     return values, integers
 
 
-def plain_arguments(
-    dtype: Dtype, specialization: Specialization, tensors: tuple[str, ...]
-) -> tuple[Argument, ...]:
+def plain_arguments(dtype: Dtype, specialization: Specialization, tensors: tuple[str, ...]) -> Arguments:
     """Returns pointers to tensors and workspaces of these names."""
-    aligned = specialization.alignment is not Alignment.ANY
-    return tuple(_pointer(name, dtype, aligned) for name in tensors)
+    return tuple(_pointer(name, dtype, specialization) for name in tensors)
 
 
-def stride_arguments(specialization: Specialization, tensors: tuple[str, ...]) -> tuple[Argument, ...]:
-    """Returns strides of batches, heads and positions of the planned tensors."""
-    kind = f"i{specialization.index_bits}"
-    return tuple(
-        Argument(f"stride_{STRIDE_LETTERS[name]}{axis}", kind, int(specialization.alignment))
-        for name in tensors
-        if name in STRIDE_LETTERS
-        for axis in "bhs"
-    )
-
-
-def _pointer(name: str, dtype: Dtype, aligned: bool) -> Argument:
+def _pointer(name: str, dtype: Dtype, specialization: Specialization) -> Argument:
     if name.startswith(WORKSPACE):
         return Argument(name, "*fp32", POINTER_ALIGNMENT)
     if name in ROW_NUMBERS:
         # Lengths decide where its rows begin, so alignment cannot be used.
         return Argument(name, "*fp32")
     if name in STRIDE_LETTERS:
-        return Argument(name, pointer_type(dtype), POINTER_ALIGNMENT if aligned else 1)
+        return tensor_argument(name, dtype, specialization)
     return Argument(name, pointer_type(dtype))

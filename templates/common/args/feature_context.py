@@ -1,12 +1,15 @@
 """A problem's features for templates, and their arguments."""
 
+from typing import Any
+
 import msgspec
 
 from flashtune.core.kernel import Argument, Specialization
 from flashtune.core.problem import Feature, KvScale, Problem
 from flashtune.templates.common.args.arguments import forward_arguments, pointer_type
-from flashtune.templates.common.args.problem_context import ProblemContext, problem_fields
+from flashtune.templates.common.args.problem_context import problem_values
 from flashtune.templates.common.args.side import side_numbers, side_strides, side_tensors
+from flashtune.templates.family import Arguments
 
 COUNT = 5
 # The first NVIDIA architecture that converts 8-bit floats with 4 exponent bits.
@@ -21,89 +24,49 @@ FEATURES = frozenset(
 )
 
 
-class FeatureContext(ProblemContext, frozen=True, kw_only=True):
-    """The compile-time values of a problem's features, for `common/masks.jinja`."""
-
-    quantized: bool  # Whether keys and values are stored in 8 bits.
-    page_scales: bool  # Whether each head's part of a page has its own scales, stored in the page.
-    block_n: int  # Keys of a tile; 0 if unknown.
-    names: tuple[Feature, ...]  # Names of all features, for the header of a rendered file.
-
-    @property
-    def has_first_tokens(self) -> bool:
-        """Whether the first keys are visible despite window and chunk."""
-        return self.first_tokens > 0
-
-    @property
-    def has_right(self) -> bool:
-        """Whether causality or the window hides keys after a query's position."""
-        return self.is_causal or self.has_window_right
-
-    @property
-    def ends_by_row(self) -> bool:
-        """Whether the end of the visible keys differs between queries."""
-        return self.has_right or self.has_chunk
-
-    @property
-    def starts_by_row(self) -> bool:
-        """Whether the start of the visible keys differs between queries."""
-        return self.has_window_left or self.has_chunk
-
-    @property
-    def is_bounded(self) -> bool:
-        """Whether the visible keys differ between queries."""
-        return self.ends_by_row or self.starts_by_row
-
-    @property
-    def lifts(self) -> bool:
-        """Whether keys at the start of a sequence are visible before the window or chunk."""
-        return self.starts_by_row and (self.has_first_tokens or self.prefix)
-
-    @property
-    def lifts_by_row(self) -> bool:
-        """Whether the end of these keys differs between queries."""
-        return self.lifts and self.has_right and self.has_first_tokens
-
-    @property
-    def has_prefix(self) -> bool:
-        """Whether a prefix makes keys visible that would be hidden without it."""
-        return self.prefix and self.is_bounded
-
-    @property
-    def has_positions(self) -> bool:
-        """Whether the position of a query among the keys matters."""
-        return self.is_bounded or self.alibi
-
-    @property
-    def is_changed(self) -> bool:
-        """Whether changed scores are in units of log2, instead of products of queries and keys."""
-        return self.softcap or self.alibi or self.has_bias
-
-    @property
-    def one_page(self) -> bool:
-        """Whether one page has all keys of a tile, so that its number is one scalar."""
-        return self.page_size >= self.block_n
-
-    @property
-    def head_scales(self) -> bool:
-        """Whether quantised keys and values have one scale for each head of a sequence."""
-        return self.quantized and not self.page_scales
-
-
-def feature_context(problem: Problem, block_n: int = 0) -> FeatureContext:
-    """Returns the values of a problem's features for templates, for tiles of `block_n` keys."""
-    return FeatureContext(
-        **problem_fields(problem),
-        quantized=problem.kv_dtype is not None,
-        page_scales=problem.kv_dtype is not None and problem.kv_scale is KvScale.PAGE,
-        block_n=block_n,
-        names=tuple(sorted(problem.features)),
-    )
+def feature_values(problem: Problem, block_n: int = 0) -> dict[str, Any]:
+    """Returns the values of a problem's features for `common/masks.jinja`, for tiles of `block_n` keys."""
+    values = problem_values(problem)
+    quantized = problem.kv_dtype is not None
+    page_scales = quantized and problem.kv_scale is KvScale.PAGE
+    has_right = values["is_causal"] or values["has_window_right"]
+    ends_by_row = has_right or values["has_chunk"]
+    starts_by_row = values["has_window_left"] or values["has_chunk"]
+    has_first_tokens = values["first_tokens"] > 0
+    lifts = starts_by_row and (has_first_tokens or problem.prefix)
+    return values | {
+        # Keys and values are stored in 8 bits.
+        "quantized": quantized,
+        # Each head's part of a page has its own scales, stored in the page; else each head of a sequence.
+        "page_scales": page_scales,
+        "head_scales": quantized and not page_scales,
+        # One page has all keys of a tile, so that its number is one scalar.
+        "one_page": problem.page_size >= block_n,
+        # Names of all features, for the header of a rendered file.
+        "names": tuple(sorted(problem.features)),
+        # The first keys are visible despite window and chunk.
+        "has_first_tokens": has_first_tokens,
+        # Causality or the window hides keys after a query's position.
+        "has_right": has_right,
+        # The end, or the start, of the visible keys differs between queries.
+        "ends_by_row": ends_by_row,
+        "starts_by_row": starts_by_row,
+        "is_bounded": ends_by_row or starts_by_row,
+        # Keys at the start of a sequence are visible before the window or chunk. Their end may differ too.
+        "lifts": lifts,
+        "lifts_by_row": lifts and has_right and has_first_tokens,
+        # A prefix makes keys visible that would be hidden without it.
+        "has_prefix": problem.prefix and (ends_by_row or starts_by_row),
+        # The position of a query among the keys matters.
+        "has_positions": ends_by_row or starts_by_row or problem.alibi,
+        # Changed scores are in units of log2, instead of products of queries and keys.
+        "is_changed": problem.softcap or problem.alibi or values["has_bias"],
+    }
 
 
 def feature_arguments(
     problem: Problem, specialization: Specialization, workspaces: tuple[str, ...]
-) -> tuple[Argument, ...]:
+) -> Arguments:
     """Returns the arguments of `forward_arguments`, with those of the problem's features.
 
     The order is q, k, v, out, lse, side tensors, workspaces, scale, numbers. Then come twelve strides, those

@@ -1,56 +1,29 @@
-"""Values for the templates of portable families, forward and backward."""
+"""Unsupported problems of portable families, and values for their templates."""
 
 from typing import Any
 
-from flashtune.core.kernel import Alignment, Specialization
-from flashtune.core.problem import Causal, Dtype, Problem
-from flashtune.templates.common.args.feature_context import FeatureContext, feature_context
+from flashtune.core.kernel import Specialization
+from flashtune.core.problem import MAX_HEAD_DIM, Feature, Problem
+from flashtune.templates.common.args.feature_context import feature_values
 from flashtune.templates.common.model.sram import Chunk
-from flashtune.templates.common.precision import InputPrecision, fixed_precision
-from flashtune.templates.family import Context
+from flashtune.templates.common.precision import fixed_precision
 
 
-class PortableContext(Context, frozen=True, kw_only=True):
-    """The values for the templates of all portable families."""
-
-    dtype: Dtype
-    causal: Causal
-    head_dim: int
-    value_head_dim: int
-    qk_chunks: tuple[Chunk, ...]
-    v_chunks: tuple[Chunk, ...]
-    widths: tuple[int, ...]
-    alignment: Alignment
-    index_bits: int
-    lse: bool
-    features: FeatureContext
-    fixed_precision: InputPrecision
-
-    @property
-    def wide_offsets(self) -> bool:
-        """Whether offsets of tensors need 64 bits."""
-        return self.index_bits > 32
-
-    @property
-    def is_fp32(self) -> bool:
-        """Whether queries are in fp32."""
-        return self.dtype.is_float32
-
-
-def portable_fields(
+def portable_values(
     problem: Problem,
     specialization: Specialization,
-    qk_chunks: tuple[Chunk, ...],
-    v_chunks: tuple[Chunk, ...],
+    chunks: tuple[tuple[Chunk, ...], tuple[Chunk, ...]],
     block_n: int = 0,
 ) -> dict[str, Any]:
-    """Returns the fields of a `PortableContext`, by name.
+    """Returns the values for the templates of all portable families.
 
-    `qk_chunks` are the tiles of queries' and keys' columns, `v_chunks` those of values' columns. A tile has
-    `block_n` keys, or 0 if no template asks for pages.
+    `chunks` are the tiles of queries' and keys' columns, and those of values' columns. A tile has `block_n`
+    keys, or 0 if no template asks for pages.
     """
+    qk_chunks, v_chunks = chunks
     return {
         "dtype": problem.dtype.stored,
+        "is_fp32": problem.dtype.stored.is_float32,
         "causal": problem.causal,
         "head_dim": problem.head_dim,
         "value_head_dim": problem.value_head_dim,
@@ -59,7 +32,19 @@ def portable_fields(
         "widths": tuple(sorted({chunk.width for chunk in (*qk_chunks, *v_chunks)})),
         "alignment": specialization.alignment,
         "index_bits": specialization.index_bits,
+        "wide_offsets": specialization.index_bits > 32,
         "lse": specialization.lse,
-        "features": feature_context(problem, block_n),
+        "features": feature_values(problem, block_n),
         "fixed_precision": fixed_precision(problem),
     }
+
+
+def refusal(name: str, problem: Problem) -> str | None:
+    """Returns why the portable family of this name does not compute a problem, None if it does."""
+    if max(problem.head_dim, problem.value_head_dim) > MAX_HEAD_DIM:
+        return f"{name} takes head dims up to {MAX_HEAD_DIM}"
+    if problem.dtype.is_quantized:
+        return f"{name} takes no queries in {problem.dtype}"
+    if {Feature.PACKED, Feature.BIAS} <= problem.features:
+        return f"{name} takes no bias over packed sequences"
+    return None

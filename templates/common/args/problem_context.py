@@ -1,9 +1,8 @@
-"""A problem's values for templates, which all native families and `common/masks.jinja` share."""
+"""A problem's values for templates, which all families and `common/masks.jinja` share."""
 
 from typing import Any
 
 from flashtune.core.problem import Bias, BlockLists, Causal, Dtype, Problem
-from flashtune.templates.family import Context
 
 # Longer windows and chunks hide nothing, and the sum of two of these fits 32 bits.
 FARTHEST = 2**30 - 1
@@ -11,106 +10,53 @@ FARTHEST = 2**30 - 1
 UNBOUNDED = -1
 
 
-class ProblemContext(Context, frozen=True, kw_only=True):
-    """The compile-time values of a problem."""
-
-    dtype: Dtype
-    head_dim: int
-    value_head_dim: int
-    causal: Causal  # How queries are aligned with keys, if causal.
-    window_left: int  # Visible keys before a query's position, or -1.
-    window_right: int  # Visible keys after a query's position, or -1.
-    first_tokens: int  # Keys at the start that are visible despite window and chunk.
-    chunk: int  # Keys of a chunk, or 0.
-    prefix: bool  # Whether each sequence has a prefix that all its queries see.
-    block_mask: int  # Queries and keys of a block of the block mask, or 0.
-    block_groups: bool  # Whether the query heads of one KV head share the lists of the block mask.
-    softcap: bool  # Whether scores have a softcap.
-    alibi: bool  # Whether ALiBi is subtracted from the scores.
-    bias: Bias  # Kind of bias or mask tensor.
-    sinks: bool  # Whether each head has a learned sink.
-    packed: bool  # Whether the batch is varlen.
-    lengths: bool  # Whether `seqlens_kv` has each sequence's number of keys.
-    page_size: int  # Keys of a page, or 0.
-    dropout: bool  # Whether there is dropout.
-
-    @property
-    def is_causal(self) -> bool:
-        """Whether attention is causal."""
-        return self.causal is not Causal.NONE
-
-    @property
-    def is_top_left(self) -> bool:
-        """Whether query i is at key i, instead of the last query at the last key."""
-        return self.causal is Causal.TOP_LEFT
-
-    @property
-    def is_fp16(self) -> bool:
-        """Whether queries are in fp16."""
-        return self.dtype is Dtype.FP16
-
-    @property
-    def has_window_left(self) -> bool:
-        """Whether there is a bound on visible keys before a query's position."""
-        return self.window_left != UNBOUNDED
-
-    @property
-    def has_window_right(self) -> bool:
-        """Whether there is a bound on visible keys after a query's position."""
-        return self.window_right != UNBOUNDED
-
-    @property
-    def has_chunk(self) -> bool:
-        """Whether queries see only keys of their own chunk."""
-        return self.chunk > 0
-
-    @property
-    def has_block_mask(self) -> bool:
-        """Whether lists name the visible blocks of keys."""
-        return self.block_mask > 0
-
-    @property
-    def has_bias(self) -> bool:
-        """Whether there is an additive bias."""
-        return self.bias is Bias.ADDITIVE
-
-    @property
-    def has_mask(self) -> bool:
-        """Whether there is a mask tensor."""
-        return self.bias is Bias.BOOLEAN
-
-    @property
-    def has_pairs(self) -> bool:
-        """Whether a bias or mask tensor has an element for each pair of a query and a key."""
-        return self.bias is not Bias.NONE
-
-    @property
-    def is_paged(self) -> bool:
-        """Whether keys and values are in pages."""
-        return self.page_size > 0
-
-
-def problem_fields(problem: Problem) -> dict[str, Any]:
-    """Returns the fields of a `ProblemContext`, by name."""
-    return {
+def problem_values(problem: Problem, **changes: int) -> dict[str, Any]:
+    """Returns the compile-time values of a problem. `changes` replace bounds, from which others follow."""
+    bounds = {
+        # Visible keys before and after a query's position, or -1.
+        "window_left": bound(problem.window_left),
+        "window_right": bound(problem.window_right),
+        # Keys at the start that are visible despite window and chunk.
+        "first_tokens": min(problem.sink_tokens, FARTHEST),
+        # Keys of a chunk, or 0.
+        "chunk": min(problem.chunk, FARTHEST),
+    } | changes
+    return bounds | {
         "dtype": problem.dtype,
+        "is_fp16": problem.dtype is Dtype.FP16,
         "head_dim": problem.head_dim,
         "value_head_dim": problem.value_head_dim,
         "causal": problem.causal,
-        "window_left": bound(problem.window_left),
-        "window_right": bound(problem.window_right),
-        "first_tokens": min(problem.sink_tokens, FARTHEST),
-        "chunk": min(problem.chunk, FARTHEST),
+        "is_causal": problem.causal is not Causal.NONE,
+        # Query i is at key i, instead of the last query at the last key.
+        "is_top_left": problem.causal is Causal.TOP_LEFT,
+        "has_window_left": bounds["window_left"] != UNBOUNDED,
+        "has_window_right": bounds["window_right"] != UNBOUNDED,
+        # Queries see only keys of their own chunk.
+        "has_chunk": bounds["chunk"] > 0,
+        # Each sequence has a prefix that all its queries see.
         "prefix": problem.prefix,
+        # Queries and keys of a block of the block mask, or 0. Lists name the visible blocks of keys.
         "block_mask": problem.block_mask,
+        "has_block_mask": problem.block_mask > 0,
+        # The query heads of one KV head share the lists.
         "block_groups": problem.block_mask > 0 and problem.block_lists is BlockLists.GROUP,
         "softcap": problem.softcap,
         "alibi": problem.alibi,
+        # A bias or mask tensor has an element for each pair of a query and a key.
         "bias": problem.bias,
+        "has_bias": problem.bias is Bias.ADDITIVE,
+        "has_mask": problem.bias is Bias.BOOLEAN,
+        "has_pairs": problem.bias is not Bias.NONE,
+        # Each head has a learned sink.
         "sinks": problem.sinks,
+        # The batch is varlen.
         "packed": problem.packed > 0,
+        # `seqlens_kv` has each sequence's number of keys.
         "lengths": problem.kv_lengths or problem.page_size > 0,
+        # Keys of a page, or 0.
         "page_size": problem.page_size,
+        "is_paged": problem.page_size > 0,
         "dropout": problem.dropout,
     }
 

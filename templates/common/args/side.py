@@ -7,6 +7,7 @@ from flashtune.core.features.table import FEATURES, TENSOR_INPUTS
 from flashtune.core.kernel import Argument, Specialization
 from flashtune.core.problem import Bias, Problem
 from flashtune.templates.common.args.arguments import pointer_type
+from flashtune.templates.family import Arguments
 
 # Strides after those of q, k, v and out, by their extra input.
 SIDE_STRIDES = {
@@ -23,7 +24,7 @@ SIDE_STRIDES = {
 WIDE = ("bias", "block_indices")
 
 
-def side_tensors(problem: Problem) -> tuple[Argument, ...]:
+def side_tensors(problem: Problem) -> Arguments:
     """Returns pointers to the side tensors, in the order of `ExtraInputs`."""
     bias = "*i1" if problem.bias is Bias.BOOLEAN else pointer_type(problem.dtype)
     kinds = {"float32": "*fp32", "int32": "*i32", "int64": "*i64", None: bias}
@@ -34,13 +35,13 @@ def side_tensors(problem: Problem) -> tuple[Argument, ...]:
     return tuple(Argument(name, kinds[TENSOR_INPUTS[name].dtype]) for name in TENSORS if name in names)
 
 
-def side_numbers(problem: Problem) -> tuple[Argument, ...]:
+def side_numbers(problem: Problem) -> Arguments:
     """Returns the arguments that are passed by value after the scale."""
     names = {number.name for feature in problem.features for number in FEATURES[feature].numbers}
     return tuple(Argument(name, "fp32") for name in NUMBERS if name in names)
 
 
-def side_strides(problem: Problem, specialization: Specialization) -> tuple[Argument, ...]:
+def side_strides(problem: Problem, specialization: Specialization) -> Arguments:
     """Returns strides of the side tensors, in their order, without assumed divisors.
 
     Biases and lists of blocks always have 64-bit strides: they hold a number for each pair.

@@ -151,7 +151,7 @@ def tiles_of(
     *,
     ieee: bool,
 ) -> Tiles | None:
-    """Returns the tiles of a forward program, None if the architecture is not audited.
+    """Returns the tiles of a program, None if the architecture is not audited.
 
     `blocks` are the rows of tiles of queries and of keys. `chunks` are the tiles of queries' and keys'
     columns, and those of values' columns. `ieee` is as in `engine_of`.
@@ -213,14 +213,50 @@ def head_chunks(head_dim: int, split_head_dim: bool) -> tuple[Chunk, ...]:
     return tuple(chunks)
 
 
+def chunks_of(problem: Problem, split_head_dim: bool) -> tuple[tuple[Chunk, ...], tuple[Chunk, ...]]:
+    """Returns the tiles of queries' and keys' columns, and those of values' columns."""
+    return head_chunks(problem.head_dim, split_head_dim), head_chunks(problem.value_head_dim, split_head_dim)
+
+
+# With 16-bit tiles of 32 columns, Triton 3.6's ptxas puts some scalars of the loop into registers from which
+# wgmma reads the tile's address.
+MIN_WIDTH = 64
+
+
+def masked_chunks(problem: Problem, head_dim: int, split_head_dim: bool) -> tuple[Chunk, ...]:
+    """Returns a head dim as tiles for kernels with masks or gradients, which have no narrow 16-bit tiles."""
+    chunks = head_chunks(head_dim, split_head_dim)
+    if problem.dtype.is_float32 or chunks[0].width >= MIN_WIDTH:
+        return chunks
+    return (Chunk(0, 0, MIN_WIDTH, padded=True),)
+
+
+def backward_chunks(problem: Problem, split_head_dim: bool) -> tuple[tuple[Chunk, ...], tuple[Chunk, ...]]:
+    """Returns the tiles of queries' and keys' columns, and those of values' columns."""
+    widths = problem.head_dim, problem.value_head_dim
+    qk, v = (masked_chunks(problem, width, split_head_dim) for width in widths)
+    return qk, v
+
+
+def may_split(problem: Problem) -> bool:
+    """Returns whether a head dim needs padding, and no tile of a split one is too narrow."""
+    widths = (chunk.width for chunks in chunks_of(problem, True) for chunk in chunks)
+    return not is_exact(problem) and (problem.dtype.is_float32 or min(widths) >= MIN_WIDTH)
+
+
 def power_of_two(size: int) -> int:
     """Returns the least power of two that holds `size`, and at least the minimum of tl.dot."""
     return max(MIN_DOT_WIDTH, 1 << (size - 1).bit_length())
 
 
-def is_exact(head_dim: int) -> bool:
-    """Returns whether a head dim needs no padding."""
-    return power_of_two(head_dim) == head_dim
+def is_exact(problem: Problem) -> bool:
+    """Returns whether both head dims need no padding."""
+    return all(power_of_two(width) == width for width in (problem.head_dim, problem.value_head_dim))
+
+
+def widest_tile(problem: Problem) -> int:
+    """Returns the columns of the wider head dim as one padded tile."""
+    return power_of_two(max(problem.head_dim, problem.value_head_dim))
 
 
 def columns(chunks: tuple[Chunk, ...]) -> int:

@@ -5,82 +5,45 @@ Each value is a lower bound, as in `sram.py`.
 
 import math
 
-import msgspec
-
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Bias, Problem
 from flashtune.core.target import Target
 from flashtune.templates.common.model.sram import (
     ASYNC_BYTES,
-    TENSOR_MEMORY_ROWS,
-    Chunk,
     Engine,
+    Tiles,
     columns,
-    engine_of,
-    head_chunks,
 )
-from flashtune.templates.family import BytesItem
-
-
-class Walk(msgspec.Struct, frozen=True, kw_only=True):
-    """A backward program's tiles: keys and values, queries and dout. One side is fixed."""
-
-    held: int  # Rows of the fixed side.
-    walked: int  # Rows of a block of the other side, in the loop.
-    qk_chunks: tuple[Chunk, ...]  # The head dim as tiles.
-    v_chunks: tuple[Chunk, ...]  # The value head dim as tiles.
-    warps: int  # Warps of the block.
-    stages: int  # Stages of the software pipeline.
-    ieee: bool  # Whether products use float32 arithmetic.
-
-    @property
-    def columns(self) -> int:
-        """Columns of a row of either side."""
-        return columns(self.qk_chunks) + columns(self.v_chunks)
-
-    @property
-    def whole(self) -> bool:
-        """Whether both head dims are single tiles."""
-        return len(self.qk_chunks) == len(self.v_chunks) == 1
+from flashtune.templates.family import BytesItem, BytesItems
 
 
 def walk_items(
-    walk: Walk, problem: Problem, target: Target, specialization: Specialization, names: tuple[str, str]
-) -> tuple[BytesItem, ...]:
-    """Returns the items that are live at one point of the main loop; none for unknown architectures."""
-    engine = engine_of(target, problem.dtype, walk.held, walk.warps, walk.ieee)
+    tiles: Tiles | None, stages: int, problem: Problem, specialization: Specialization, names: tuple[str, str]
+) -> BytesItems:
+    """Returns the items that are live at one point of the main loop; none for unknown architectures.
+
+    `block_m` are the rows of the fixed side, and `block_n` those of a block of the other side.
+    """
     # AMD's units read registers, and SRAM is only used during loads.
-    if engine is None or engine is Engine.MFMA:
+    if tiles is None or tiles.engine is Engine.MFMA:
         return ()
-    size = problem.dtype.itemsize
     # Columns beyond a head dim are masked in groups, whose size divides it.
     together = math.gcd(specialization.alignment, problem.head_dim, problem.value_head_dim)
-    pipelined = walk.stages > 1 and together * size >= ASYNC_BYTES
-    if engine is Engine.WARPGROUP or (engine is Engine.TENSOR_MEMORY and walk.whole):
+    pipelined = stages > 1 and together * tiles.itemsize >= ASYNC_BYTES
+    if tiles.engine is Engine.WARPGROUP or (tiles.engine is Engine.TENSOR_MEMORY and tiles.whole):
         # Operands are read from SRAM during the instruction.
-        flight = walk.stages if pipelined else 1
+        flight = stages if pipelined else 1
     else:
         # A block in use is in registers.
-        flight = walk.stages - 1 if pipelined else 0
-    row = walk.columns * size
+        flight = stages - 1 if pipelined else 0
+    row = (columns(tiles.qk_chunks) + columns(tiles.v_chunks)) * tiles.itemsize
     items = (
-        BytesItem(names[0], walk.held * row),
-        BytesItem(f"{names[1]}, {flight} in flight", flight * walk.walked * row),
+        BytesItem(names[0], tiles.block_m * row),
+        BytesItem(f"{names[1]}, {flight} in flight", flight * tiles.block_n * row),
     )
     return tuple(item for item in items if item.bytes)
 
 
-def walk_columns(walk: Walk, problem: Problem, target: Target, summed: int) -> int:
-    """Returns the minimum columns of tensor memory: accumulators of these columns, and a tile of scores."""
-    engine = engine_of(target, problem.dtype, walk.held, walk.warps, walk.ieee)
-    if engine is not Engine.TENSOR_MEMORY:
-        return 0
-    return (summed + walk.walked) * walk.held // TENSOR_MEMORY_ROWS
-
-
-# With 16-bit tiles of 32 columns, Triton 3.6's ptxas puts some scalars of the loop into registers from which
-# wgmma reads the tile's address.
-MIN_WIDTH = 64
 SMALL_SRAM = 128 * 1024
 WARP_ROWS = 16
 WARPGROUP_ROWS = 64
@@ -90,22 +53,6 @@ MIN_SHARED = 32
 MAX_REGISTERS = 255
 # Accumulators and scores of one thread leave this many registers for the rest.
 SPARE_REGISTERS = 24
-
-
-def backward_chunks(problem: Problem, width: int, split_head_dim: bool) -> tuple[Chunk, ...]:
-    """Returns the tiles of a head dim's columns."""
-    chunks = head_chunks(width, split_head_dim)
-    if problem.dtype.is_float32 or chunks[0].width >= MIN_WIDTH:
-        return chunks
-    return (Chunk(0, 0, MIN_WIDTH, padded=True),)
-
-
-def may_split(problem: Problem) -> bool:
-    """Returns whether no tile of a split head dim is too narrow."""
-    if problem.dtype.is_float32:
-        return True
-    widths = problem.head_dim, problem.value_head_dim
-    return all(chunk.width >= MIN_WIDTH for width in widths for chunk in head_chunks(width, True))
 
 
 def fits_warps(

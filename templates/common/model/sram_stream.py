@@ -11,7 +11,7 @@ from flashtune.templates.common.model.sram import (
     reordered,
     triton_release,
 )
-from flashtune.templates.family import BytesItem
+from flashtune.templates.family import BytesItem, BytesItems
 
 # With four stages, AMD's pipeliner keeps one buffer of each and overlaps both products.
 MFMA_SINGLE_BUFFER_STAGES = 4
@@ -46,7 +46,7 @@ class Stream(msgspec.Struct, frozen=True, kw_only=True):
         return self.buffered(self.tiles.v)
 
 
-def stream_items(stream: Stream) -> tuple[BytesItem, ...]:
+def stream_items(stream: Stream) -> BytesItems:
     """Returns the items that are live at one point of the main loop."""
     by_engine = {
         Engine.WARPGROUP: _warpgroup_items,

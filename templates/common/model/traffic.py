@@ -7,7 +7,7 @@ import msgspec
 from flashtune.core.features.mask_geometry import distinct_keys
 from flashtune.core.problem import Bias, Problem
 from flashtune.core.target import Target
-from flashtune.templates.family import BytesItem
+from flashtune.templates.family import BytesItem, BytesItems
 
 # The last-level cache has two partitions, each with a copy of data that both read.
 CACHE_COPIES = 2
@@ -203,7 +203,7 @@ def streamed_items(
     at_once: AtOnce,
     target: Target | None,
     packed_heads: int = 1,
-) -> tuple[BytesItem, ...]:
+) -> BytesItems:
     """Returns the forward traffic of K and V streamed past tiles of queries, in bytes.
 
     A tile of `block_m` rows has queries of `packed_heads` heads. Without a target there is no cache.
@@ -270,7 +270,7 @@ def programs_by_key_block(
 
 def summed_items(
     problem: Problem, block_m: int, block_n: int, width: int, target: Target | None, *, inner: bool = False
-) -> tuple[BytesItem, ...]:
+) -> BytesItems:
     """Returns the traffic of a backward pass that adds rows of dq to float32 sums of this width, in bytes.
 
     `inner` means that neighbouring programs compute different heads.
@@ -295,7 +295,7 @@ def summed_items(
 
 def split_keys_items(
     problem: Problem, tiles: int, num_splits: int, target: Target | None, *, tensors: str = "k and v"
-) -> tuple[BytesItem, ...]:
+) -> BytesItems:
     """Returns the traffic of a forward pass over split keys, in bytes.
 
     Each KV head has this many tiles of rows. `tensors` are those of keys and values, for the items' names.

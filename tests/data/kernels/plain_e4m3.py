@@ -23,7 +23,9 @@ def transpose_values(v, values, stride_vb, stride_vh, stride_vs, kv_heads, seqle
     batch_head = tl.program_id(1).to(tl.int64)
     base = v + (batch_head // kv_heads) * stride_vb + (batch_head % kv_heads) * stride_vh
     # [BLOCK_N, HEAD_DIM]
-    tile = tl.load(base + keys[:, None] * stride_vs + columns[None, :], mask=(keys < seqlen_kv)[:, None], other=0.0)
+    tile = tl.load(
+        base + keys[:, None] * stride_vs + columns[None, :], mask=(keys < seqlen_kv)[:, None], other=0.0
+    )
     tl.store(values + batch_head * HEAD_DIM * padded + columns[:, None] * padded + keys[None, :], tile.T)
 
 
@@ -72,7 +74,9 @@ def attend(
     k_base = k + batch * stride_kb + kv_head * stride_kh
     values_base = values + kv_batch_head * HEAD_DIM * padded
     # [BLOCK_M, HEAD_DIM]
-    q_tile = tl.load(q_base + queries[:, None] * stride_qs + columns[None, :], mask=query_exists[:, None], other=0.0)
+    q_tile = tl.load(
+        q_base + queries[:, None] * stride_qs + columns[None, :], mask=query_exists[:, None], other=0.0
+    )
     scale_log2 = scale * LOG2_E * tl.load(q_scale + batch_head) * tl.load(k_scale + kv_batch_head)
     running_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     running_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -80,7 +84,9 @@ def attend(
     for start in tl.range(0, seqlen_kv, BLOCK_N):
         keys = start + tl.arange(0, BLOCK_N)
         # [BLOCK_N, HEAD_DIM]
-        k_tile = tl.load(k_base + keys[:, None] * stride_ks + columns[None, :], mask=(keys < seqlen_kv)[:, None], other=0.0)
+        k_tile = tl.load(
+            k_base + keys[:, None] * stride_ks + columns[None, :], mask=(keys < seqlen_kv)[:, None], other=0.0
+        )
         # Masked after they were scaled: the product of faint scales is zero, and zero times -inf is NaN.
         logits = tl.where((keys < seqlen_kv)[None, :], tl.dot(q_tile, k_tile.T) * scale_log2, float("-inf"))
         new_max = tl.maximum(running_max, tl.max(logits, 1))

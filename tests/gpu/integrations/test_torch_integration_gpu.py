@@ -134,10 +134,7 @@ def close(actual: Tensor, want: Tensor, bound: float = BF16_ERROR) -> None:
 
 def reference(inputs: Triple, mask: Tensor | None = None, **options: Any) -> Tensor:
     q, k, v = (tensor.double() for tensor in inputs)
-    bias = mask
-    if mask is not None and mask.dtype is torch.bool:
-        bias = torch.zeros(mask.shape, device="cuda").masked_fill(~mask, -torch.inf)
-    return by_definition(q, k, v, None if bias is None else bias.double(), **options)[0]
+    return by_definition(q, k, v, mask, **options)[0]
 
 
 def both_passes(call: Callable[[], Tensor], inputs: Triple, dout: Tensor) -> tuple[Tensor, ...]:

@@ -31,9 +31,9 @@ def record(problem: Problem, make_record: Callable[..., Record]) -> Record:
 
 @pytest.fixture
 def compiler() -> Iterator[CompilerProcess]:
-    found = CompilerProcess()
-    yield found
-    found.close()
+    process = CompilerProcess()
+    yield process
+    process.close()
 
 
 @pytest.mark.slow

@@ -11,7 +11,8 @@ from flashtune.core.kernel import Alignment, Specialization
 from flashtune.core.problem import Bias, Causal, Direction, Problem
 from flashtune.core.target import Target, find_target
 from flashtune.launch.compilation import compile_kernel
-from flashtune.templates.backward_split.space import SplitConfig, chunks_of
+from flashtune.templates.backward_split.space import SplitConfig
+from flashtune.templates.common.model.sram import backward_chunks
 from flashtune.templates.family import unsupported_reason
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
@@ -67,7 +68,11 @@ def test_tiles_of_16_bits_are_at_least_64_wide() -> None:
     problem = a_problem(head_dim=40, value_head_dim=32)
     for config in FAMILY.space(problem, H100).configs():
         assert isinstance(config, SplitConfig)
-        assert all(chunk.width >= 64 for chunks in chunks_of(problem, config) for chunk in chunks)
+        assert all(
+            chunk.width >= 64
+            for chunks in backward_chunks(problem, config.split_head_dim)
+            for chunk in chunks
+        )
 
 
 def test_sinks_change_nothing() -> None:

@@ -22,10 +22,6 @@ class NativeConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True
     lead: int = 0
 
 
-class NativeContext(Context, frozen=True):
-    """The template needs only the config's fields."""
-
-
 class ForwardNative(FamilyOf[NativeConfig]):
     name = "forward_native"
     config_type = NativeConfig
@@ -76,8 +72,8 @@ class ForwardNative(FamilyOf[NativeConfig]):
     ) -> tuple[BytesItem, ...]:
         return (BytesItem("all of it once", problem.minimal_bytes()),)
 
-    def context(self, problem: Problem, config: NativeConfig, specialization: Specialization) -> NativeContext:
-        return NativeContext()
+    def context(self, problem: Problem, config: NativeConfig, specialization: Specialization) -> Context:
+        return {}  # The template needs only the config's fields.
 
     def arguments(
         self, problem: Problem, config: NativeConfig, specialization: Specialization
