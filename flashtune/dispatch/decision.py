@@ -29,7 +29,7 @@ from flashtune.dispatch.faster_peers import (
 )
 from flashtune.dispatch.lookup import default_selection, select, without_kernels
 from flashtune.dispatch.masked_sdpa import is_masked, sdpa_allowed
-from flashtune.dispatch.sdpa import has_hidden_keys
+from flashtune.dispatch.sdpa import copies_ms, has_hidden_keys
 from flashtune.dispatch.sdpa_times import EFFICIENT, MATH, related_peers
 from flashtune.dispatch.tables import Tables
 from flashtune.launch.compilation import interpreting
@@ -90,6 +90,32 @@ def choose(bound: BoundRequest) -> tuple[Decision, ...]:
             raise
         target = None if interpreting() else bound.target
         return _for_all_passes(request, Decision(baseline(request), str(error), target))
+
+
+def check_supported(bound: BoundRequest) -> None:
+    """Checks that some backend supports the device of the tensors and, if needed, their gradients."""
+    request, problem = bound.request, bound.request.problem
+    if not (request.is_double or bound.platform.has_kernels(request.device)):
+        if problem.dtype.is_quantized:
+            raise ProblemError(
+                f"the tensors are on {request.device} and {problem.dtype} is computed on a GPU alone: "
+                "move them to one, or pass 16-bit inputs"
+            )
+        if not interpreting():
+            raise ProblemError(
+                f"the tensors are on {request.device}: move them to a GPU, or set TRITON_INTERPRET=1 before "
+                "the program starts to run kernels on the CPU, slowly"
+            )
+    if request.needs_grad and problem.dtype.is_quantized:
+        raise ProblemError(
+            f"attention of {problem.dtype} inputs has no backward pass and an input or a scale "
+            "requires grad: call under torch.no_grad(), or pass 16-bit inputs"
+        )
+    if request.needs_grad and problem.page_size:
+        raise ProblemError(
+            "attention of sequences in pages has no backward pass and an input requires grad: call under "
+            "torch.no_grad(), or pass dense tensors to flashtune.attention"
+        )
 
 
 def choose_over(
@@ -288,7 +314,7 @@ def _faster_peer(bound: BoundRequest, selection: Selection) -> str | None:
             backend = None
     if is_untrusted(selection, problem) and (backend is not None or not problem.features):
         return untimed_peer((selection,), problem, backend, target)
-    more_ms = bound.sdpa_copies_ms if backend is not None else 0.0
+    more_ms = copies_ms(bound.views, target) if backend is not None else 0.0
     if more_ms and problem.seqlen_kv <= FEW_KEYS:
         backend = None
     if backend is not None and selection.measured.measurement is None and problem.features:
@@ -318,7 +344,7 @@ def _faster_peer_of_pair(bound: BoundRequest, forward: Selection, backward: Sele
             return untimed_peer(passes, problem, backend, target)
     # With a mask, gradients of SDPA's cuDNN backend may be NaN.
     backend = None if problem.features else bound.sdpa_backend
-    more_ms = 0.0 if backend is None else bound.sdpa_copies_ms
+    more_ms = 0.0 if backend is None else copies_ms(bound.views, target)
     has_few_rows = is_untimed and problem.seqlen_q <= FEW_ROWS
     if has_few_rows and not more_ms and not problem.features and _is_maskless(problem):
         return untimed_peer(passes, problem, backend, target)
@@ -341,41 +367,4 @@ def _forecast_in_words(selection: Selection) -> str:
     return (
         f"{why.ms:.4g} ms are expected of its config, and {why.nearest_ms:.4g} ms of that of the nearest "
         f"tuned shape, {why.nearest.problem.key}"
-    )
-
-
-def check_supported(bound: BoundRequest) -> None:
-    """Checks that some backend supports the device of the tensors and, if needed, their gradients."""
-    request = bound.request
-    check_device(bound)
-    if not request.needs_grad:
-        return
-    problem = request.problem
-    if problem.dtype.is_quantized:
-        raise ProblemError(
-            f"attention of {problem.dtype} inputs has no backward pass and an input or a scale "
-            "requires grad: call under torch.no_grad(), or pass 16-bit inputs"
-        )
-    if problem.page_size:
-        raise ProblemError(
-            "attention of sequences in pages has no backward pass and an input requires grad: call under "
-            "torch.no_grad(), or pass dense tensors to flashtune.attention"
-        )
-
-
-def check_device(bound: BoundRequest) -> None:
-    """Checks that some backend supports the device of the tensors, and raises ProblemError if not."""
-    request = bound.request
-    if request.is_double or bound.platform.has_kernels(request.device):
-        return
-    if request.problem.dtype.is_quantized:
-        raise ProblemError(
-            f"the tensors are on {request.device} and {request.problem.dtype} is computed on a GPU alone: "
-            "move them to one, or pass 16-bit inputs"
-        )
-    if interpreting():
-        return
-    raise ProblemError(
-        f"the tensors are on {request.device}: move them to a GPU, or set TRITON_INTERPRET=1 before the "
-        "program starts to run kernels on the CPU, slowly"
     )
