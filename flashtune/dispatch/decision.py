@@ -21,7 +21,6 @@ from flashtune.dispatch.faster_peers import (
     UNFUSED,
     beats,
     faster_peer,
-    faster_peer_of_pair,
     is_slow_default,
     is_untrusted,
     shared_time,
@@ -322,7 +321,7 @@ def _faster_peer(bound: BoundRequest, selection: Selection) -> str | None:
         times = {peer.name: peer.ms + more_ms for peer in expected}
         if is_slow_default(selection, problem, times, backend, target):
             return backend
-    return faster_peer(selection, problem, backend, bound.sharing, more_ms)
+    return faster_peer((selection,), problem, backend, bound.sharing, more_ms)
 
 
 def _faster_peer_of_pair(bound: BoundRequest, forward: Selection, backward: Selection) -> str | None:
@@ -348,7 +347,7 @@ def _faster_peer_of_pair(bound: BoundRequest, forward: Selection, backward: Sele
     has_few_rows = is_untimed and problem.seqlen_q <= FEW_ROWS
     if has_few_rows and not more_ms and not problem.features and _is_maskless(problem):
         return untimed_peer(passes, problem, backend, target)
-    return faster_peer_of_pair(*passes, problem, backend, more_ms)
+    return faster_peer(passes, problem, backend, more_ms=more_ms)
 
 
 def _is_maskless(problem: Problem) -> bool:
