@@ -117,38 +117,6 @@ def check_supported(bound: BoundRequest) -> None:
         )
 
 
-def choose_over(
-    usual: str | None,
-    passes: Sequence[KernelKey],
-    gradients: Sequence[str],
-    sharing: MaskSharing | None,
-    known: tuple[Target, Tables] | None,
-) -> tuple[Decision, ...] | None:
-    """Returns the decisions for kernels that replace another library's operator, or None if that is faster.
-
-    Args:
-        usual: Name of the replaced operator in records, or None if it has no measurements.
-        passes: The passes of the call.
-        gradients: Names of the side inputs that require grad.
-        sharing: How the call's mask is shared.
-        known: The GPU and its tuned records, or None under the interpreter.
-    """
-    if _without_gradient(gradients):
-        return None
-    if known is None:
-        return _interpreted(passes)
-    target, tables = known
-    selections = _selected(passes, target, tables, generated=True)
-    if usual is not None and not beats(selections, usual, sharing):
-        return None
-    if any(is_untrusted(selection, passes[0].problem) for selection in selections):
-        return None
-    return tuple(
-        Decision(Backend.GENERATED, selection_source(selection), target, selection)
-        for selection in selections
-    )
-
-
 def _without_lookup(request: Request) -> Decision | None:
     """Returns the decision for a request that no record can serve, else None."""
     valueless = without_values(request)
@@ -162,6 +130,13 @@ def _without_lookup(request: Request) -> Decision | None:
     if not unknown:
         return None
     return Decision(Backend.UNFUSED, f"no kernel family computes {' and '.join(unknown)}")
+
+
+def without_values(request: Request) -> Decision | None:
+    """Returns the decision for a request without queries or keys, or on the meta device."""
+    if request.is_empty:
+        return Decision(Backend.NONE, "there is nothing to attend to")
+    return Decision(Backend.NONE, "meta tensors have no values") if request.device.type == "meta" else None
 
 
 def _for_all_passes(request: Request, decision: Decision) -> tuple[Decision, ...]:
@@ -196,12 +171,9 @@ def _of_kernels(bound: BoundRequest) -> tuple[Decision, ...]:
     )
 
 
-def _selected(
-    passes: Iterable[KernelKey], target: Target, tables: Tables, *, generated: bool
-) -> tuple[Selection, ...]:
-    return tuple(
-        select(key.problem, target, tables, key.specialization, generated=generated) for key in passes
-    )
+def _without_gradient(names: Iterable[str]) -> tuple[str, ...]:
+    """Returns the arguments of those of some side inputs whose gradients no family computes."""
+    return tuple(TENSOR_INPUTS[name].option for name in names if name not in DIFFERENTIABLE_SIDE)
 
 
 def _interpreted(passes: Iterable[KernelKey]) -> tuple[Decision, ...]:
@@ -210,9 +182,12 @@ def _interpreted(passes: Iterable[KernelKey]) -> tuple[Decision, ...]:
     return tuple(Decision(Backend.INTERPRETER, reason, target, selection) for selection in selections)
 
 
-def _without_gradient(names: Iterable[str]) -> tuple[str, ...]:
-    """Returns the arguments of those of some side inputs whose gradients no family computes."""
-    return tuple(TENSOR_INPUTS[name].option for name in names if name not in DIFFERENTIABLE_SIDE)
+def _selected(
+    passes: Iterable[KernelKey], target: Target, tables: Tables, *, generated: bool
+) -> tuple[Selection, ...]:
+    return tuple(
+        select(key.problem, target, tables, key.specialization, generated=generated) for key in passes
+    )
 
 
 def _of_peer(bound: BoundRequest, selections: Sequence[Selection]) -> tuple[Backend, str] | None:
@@ -230,67 +205,6 @@ def _of_peer(bound: BoundRequest, selections: Sequence[Selection]) -> tuple[Back
     backend, sharing = peer_backend(peer), bound.sharing
     is_timed = backend is Backend.SDPA and shared_time(selection.measured, sharing) is not None
     return backend, peer_reason(peer, selection, sharing=sharing if is_timed else None)
-
-
-def without_values(request: Request) -> Decision | None:
-    """Returns the decision for a request without queries or keys, or on the meta device."""
-    if request.is_empty:
-        return Decision(Backend.NONE, "there is nothing to attend to")
-    return Decision(Backend.NONE, "meta tensors have no values") if request.device.type == "meta" else None
-
-
-def peer_backend(peer: str) -> Backend:
-    """Returns the backend of a timed baseline."""
-    return Backend.UNFUSED if peer == UNFUSED else Backend.SDPA
-
-
-def baseline(request: Request) -> Backend:
-    """Returns the baseline of a request: SDPA, or unfused if the call needs a log-sum-exp or has features."""
-    same_bits = request.needs_grad and request.deterministic
-    plain = not (request.return_lse or request.problem.features or request.is_double or same_bits)
-    return Backend.SDPA if plain else Backend.UNFUSED
-
-
-def copy_words(flags: Iterable[bool]) -> str:
-    """Returns the reason for copies of q, k and v as the start of a clause. Empty without copies."""
-    names = [name for name, flag in zip("qkv", flags, strict=True) if flag]
-    if not names:
-        return ""
-    return f"{', '.join(names)} are copied first to align strides and addresses to 16 bytes, and "
-
-
-def _passed_over(bound: BoundRequest, selection: Selection, generated: bool) -> str:
-    """Returns the reason for not using the selection for tensors that all families can address."""
-    if msgspec.structs.replace(bound.forward_properties, lse=BEST_TENSORS.lse) == BEST_TENSORS:
-        return ""
-    best = select(bound.request.problem, bound.target, bound.records, BEST_TENSORS, generated=generated)
-    if best.record == selection.record:
-        return ""
-    return f"{best.record.family} would serve but cannot address tensors with such strides or addresses, and "
-
-
-def selection_source(selection: Selection) -> str:
-    """Returns the reason for a generated kernel as one clause."""
-    where = {
-        "database": "it is selected in the user's database",
-        "shipped": "it is selected in the table that ships for this GPU",
-        "estimated": _forecast_in_words(selection),
-        "default": "nothing alike is tuned for this GPU, so its family's default config serves",
-    }
-    return where[selection.source]
-
-
-def peer_reason(peer: str, *passes: Selection, sharing: MaskSharing | None = None) -> str:
-    """Returns the reason for a baseline in one pass or both, as one clause.
-
-    `sharing` is the way in which the mask is shared, if times with such a mask were compared.
-    """
-    condition = ", both passes together" if len(passes) > 1 else ""
-    if sharing is not None:
-        condition = f" with a mask shared over {sharing}"
-    if all(selection.forecast is None and selection.source != "default" for selection in passes):
-        return f"{peer} was measured as fast or faster{condition}"
-    return f"{peer} is expected to be faster{condition}"
 
 
 def _faster_peer(bound: BoundRequest, selection: Selection) -> str | None:
@@ -356,6 +270,53 @@ def _is_maskless(problem: Problem) -> bool:
     return problem.causal is Causal.NONE or is_square or has_hidden_keys(problem)
 
 
+def peer_backend(peer: str) -> Backend:
+    """Returns the backend of a timed baseline."""
+    return Backend.UNFUSED if peer == UNFUSED else Backend.SDPA
+
+
+def peer_reason(peer: str, *passes: Selection, sharing: MaskSharing | None = None) -> str:
+    """Returns the reason for a baseline in one pass or both, as one clause.
+
+    `sharing` is the way in which the mask is shared, if times with such a mask were compared.
+    """
+    condition = ", both passes together" if len(passes) > 1 else ""
+    if sharing is not None:
+        condition = f" with a mask shared over {sharing}"
+    if all(selection.forecast is None and selection.source != "default" for selection in passes):
+        return f"{peer} was measured as fast or faster{condition}"
+    return f"{peer} is expected to be faster{condition}"
+
+
+def _passed_over(bound: BoundRequest, selection: Selection, generated: bool) -> str:
+    """Returns the reason for not using the selection for tensors that all families can address."""
+    if msgspec.structs.replace(bound.forward_properties, lse=BEST_TENSORS.lse) == BEST_TENSORS:
+        return ""
+    best = select(bound.request.problem, bound.target, bound.records, BEST_TENSORS, generated=generated)
+    if best.record == selection.record:
+        return ""
+    return f"{best.record.family} would serve but cannot address tensors with such strides or addresses, and "
+
+
+def copy_words(flags: Iterable[bool]) -> str:
+    """Returns the reason for copies of q, k and v as the start of a clause. Empty without copies."""
+    names = [name for name, flag in zip("qkv", flags, strict=True) if flag]
+    if not names:
+        return ""
+    return f"{', '.join(names)} are copied first to align strides and addresses to 16 bytes, and "
+
+
+def selection_source(selection: Selection) -> str:
+    """Returns the reason for a generated kernel as one clause."""
+    where = {
+        "database": "it is selected in the user's database",
+        "shipped": "it is selected in the table that ships for this GPU",
+        "estimated": _forecast_in_words(selection),
+        "default": "nothing alike is tuned for this GPU, so its family's default config serves",
+    }
+    return where[selection.source]
+
+
 def _forecast_in_words(selection: Selection) -> str:
     why = selection.forecast
     if why is None:
@@ -366,4 +327,43 @@ def _forecast_in_words(selection: Selection) -> str:
     return (
         f"{why.ms:.4g} ms are expected of its config, and {why.nearest_ms:.4g} ms of that of the nearest "
         f"tuned shape, {why.nearest.problem.key}"
+    )
+
+
+def baseline(request: Request) -> Backend:
+    """Returns the baseline of a request: SDPA, or unfused if the call needs a log-sum-exp or has features."""
+    same_bits = request.needs_grad and request.deterministic
+    plain = not (request.return_lse or request.problem.features or request.is_double or same_bits)
+    return Backend.SDPA if plain else Backend.UNFUSED
+
+
+def choose_over(
+    usual: str | None,
+    passes: Sequence[KernelKey],
+    gradients: Sequence[str],
+    sharing: MaskSharing | None,
+    known: tuple[Target, Tables] | None,
+) -> tuple[Decision, ...] | None:
+    """Returns the decisions for kernels that replace another library's operator, or None if that is faster.
+
+    Args:
+        usual: Name of the replaced operator in records, or None if it has no measurements.
+        passes: The passes of the call.
+        gradients: Names of the side inputs that require grad.
+        sharing: How the call's mask is shared.
+        known: The GPU and its tuned records, or None under the interpreter.
+    """
+    if _without_gradient(gradients):
+        return None
+    if known is None:
+        return _interpreted(passes)
+    target, tables = known
+    selections = _selected(passes, target, tables, generated=True)
+    if usual is not None and not beats(selections, usual, sharing):
+        return None
+    if any(is_untrusted(selection, passes[0].problem) for selection in selections):
+        return None
+    return tuple(
+        Decision(Backend.GENERATED, selection_source(selection), target, selection)
+        for selection in selections
     )

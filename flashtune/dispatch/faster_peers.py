@@ -53,9 +53,9 @@ def faster_peer(
 ) -> str | None:
     """Returns the name of a baseline that replaces the selections of all passes of a call, or None.
 
-    At a tuned shape both were measured in one run for each pass. SDPA is used unless selections were faster beyond
-    noise. At other shapes both times are estimates. The unfused computation is considered only if the problem
-    has no more scores than the measured shape, because it stores scores in memory.
+    At a tuned shape both were measured in one run for each pass. SDPA is used unless the selections were
+    faster beyond noise. At other shapes all times are estimates. The unfused computation is considered only
+    if the problem has no more scores than the measured shape, because it stores scores in memory.
 
     Args:
         passes: The selections.
