@@ -2,6 +2,7 @@
 
 import contextlib
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -9,13 +10,14 @@ from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_eff
 from torch.nn.attention import sdpa_kernel
 
 from flashtune.core.features.records import ExtraInputs
-from flashtune.core.problem import Bias, Causal, Dtype, Problem
+from flashtune.core.problem import Bias, Causal
 from flashtune.dispatch.masked_sdpa import MaskTrials, chosen_backend, masked_attention
 from flashtune.request.call import dense_call
 from flashtune.request.read_call import read_call
 from flashtune.request.side_inputs import side_views
 from flashtune.runtime.unfused import unfused_attention
 from flashtune.tuner.execution.sdpa import BACKENDS
+from tests.support.unfused import problem_of
 
 pytestmark = pytest.mark.gpu
 
@@ -83,18 +85,7 @@ def test_backends_have_the_same_mask_semantics(
                 assert not admitted or trials.refusal(request, name, q, k, v, bias), lengths
                 refused.append(lengths)
                 continue
-        problem = Problem(
-            dtype=Dtype.BF16,
-            head_dim=width,
-            value_head_dim=width,
-            heads=4,
-            kv_heads=kv_heads,
-            batch=2,
-            seqlen_q=lengths[0],
-            seqlen_kv=lengths[1],
-            causal=causal,
-            bias=kind,
-        )
+        problem = msgspec.structs.replace(problem_of(q, k, v, causal), bias=kind)
         side = side_views(problem, ExtraInputs(bias=bias), 2)
         expected, lse = unfused_attention(
             problem, q.float(), k.float(), v.float(), side, scale=scale, return_lse=True
