@@ -151,8 +151,8 @@ def find_target(name: str) -> Target:
     for target in TARGETS:
         if wanted in (target.name, target.name.split("-", 1)[1], target.name.replace("-rtx-", "-")):
             return target
-    known = (target.short_name for target in TARGETS)
-    raise TargetError(f"there is no target {quoted(name)}: {nearest(wanted, known, cutoff=0.8)}")
+    names = (target.short_name for target in TARGETS)
+    raise TargetError(f"there is no target {quoted(name)}: {nearest(wanted, names, cutoff=0.8)}")
 
 
 @functools.cache

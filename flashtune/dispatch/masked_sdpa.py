@@ -9,19 +9,21 @@ A hidden key with NaN or infinity makes SDPA's result NaN. The host cannot detec
 """
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from flashtune.core.caches import CACHES, keep
 from flashtune.core.mask_sharing import MaskSharing, distinct_ways, nearest_way
 from flashtune.core.problem import Bias, Causal, Dtype, Feature, Problem
-from flashtune.core.session import SESSION, keep
 from flashtune.core.target import find_target
 from flashtune.dispatch.sdpa_times import MATH, unfused_leads
 from flashtune.launch.compilation import first_line
 from flashtune.launch.launch import MIN_SCALE
 from flashtune.request.request import Prefer, Request
 
+SelectBackend = Callable[..., str | None]
 # Programs replace the name in `torch.nn.functional` by functions that call flashtune.
 scaled_dot_product_attention = torch._C._nn.scaled_dot_product_attention
 # SDPA computes other features no faster, or differently. Windows and chunks would need a mask in each call
@@ -43,8 +45,8 @@ MEASURED_TARGET = "nvidia-h200"
 # Every refused call has its own entry.
 REFUSALS_LIMIT = 1024
 
-_refusals: dict[tuple[object, ...], str] = SESSION.process_cache("SDPA's refusals")
-_meanings: dict[tuple[object, ...], str | None] = SESSION.process_cache("SDPA's masks")
+_refusals: dict[tuple[object, ...], str] = CACHES.cache()
+_meanings: dict[tuple[object, ...], str | None] = CACHES.cache()
 
 
 def is_masked(problem: Problem) -> bool:
@@ -254,24 +256,31 @@ def known_refusal(
 ) -> str | None:
     """Returns the reason why a backend cannot serve such a call, as found by this process, or None.
 
-    The arguments are those of `refusal`.
+    The arguments are those of `refusal` without the last one.
     """
     return _meanings.get(_kind(request, backend)) or _refusals.get(_call(request, backend, q, k, v, bias))
 
 
 def refusal(
-    request: Request, backend: str | None, q: Tensor, k: Tensor, v: Tensor, bias: Tensor
+    request: Request,
+    backend: str | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor,
+    select: SelectBackend = chosen_backend,
 ) -> str | None:
     """Returns the reason why SDPA cannot serve a call with a mask, or None. It runs SDPA.
 
     For each type, head dims and backend, a small problem is computed once and compared with a reference. Then
-    the call itself is computed. Tensors are [batch, heads, seqlen, head_dim].
+    the call itself is computed. Tensors are [batch, heads, seqlen, head_dim]. `select` returns the backend
+    that SDPA selects, as `chosen_backend`.
     """
     kind, shared = _kind(request, backend), shares_heads(q, k, v, bias)
     try:
         with torch.no_grad():
             if kind not in _meanings:
-                keep(_meanings, kind, _misunderstanding(backend, q, k, v, shared))
+                keep(_meanings, kind, _misunderstanding(select, backend, q, k, v, shared))
             if _meanings[kind] is None:
                 _masked(q, k, v, bias, request.default_scale, request.problem.causal, shared)
     except torch.OutOfMemoryError as failure:
@@ -295,7 +304,9 @@ def _call(request: Request, backend: str | None, *tensors: Tensor) -> tuple[obje
     return (request.device, request.problem, backend, *((one.shape, one.stride()) for one in tensors))
 
 
-def _misunderstanding(backend: str | None, q: Tensor, k: Tensor, v: Tensor, shared: bool) -> str | None:
+def _misunderstanding(
+    select: SelectBackend, backend: str | None, q: Tensor, k: Tensor, v: Tensor, shared: bool
+) -> str | None:
     """Returns the defect of SDPA's result at a small problem of the same type and head dims, or None.
 
     `shared` means that SDPA gets fewer heads of keys than of queries.
@@ -319,7 +330,7 @@ def _misunderstanding(backend: str | None, q: Tensor, k: Tensor, v: Tensor, shar
     device = q.device
     given = queries.to(device), keys.to(device), values.to(device), mask.to(device)
     try:
-        tried = chosen_backend(*given, False, shared)
+        tried = select(*given, False, shared)
         if tried != backend:
             return f"picks {tried or 'no backend'} for the trial of a mask in place of {backend}"
         out = _masked(*given, scale, Causal.NONE, shared)

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
+from flashtune.core.caches import CACHES
 from flashtune.core.errors import StoreError, UsageError
 from flashtune.core.notices import warn_once
 from flashtune.core.record import Outcome, Provenance, Record
-from flashtune.core.session import SESSION
 from flashtune.db.eligibility import by_problem, serves_any_tensors
 from flashtune.dispatch.versions import current_versions
 
@@ -49,7 +49,7 @@ class Tables(msgspec.Struct, frozen=True):
                 return
 
 
-@SESSION.computed_once
+@CACHES.computed_once
 def tuned_records(target_name: str) -> Tables:
     """Returns the tables of a GPU. A database that cannot be read counts as empty and causes a warning."""
     from flashtune.db.evidence import under

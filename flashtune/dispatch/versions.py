@@ -44,7 +44,6 @@ def is_proven(record: Record, here: Versions) -> bool:
     )
 
 
-@functools.cache
 def driver_version() -> str:
     """Returns the version of the GPU driver, or `none` without one."""
     try:
@@ -53,7 +52,6 @@ def driver_version() -> str:
         return NO_DRIVER
 
 
-@functools.cache
 def _ptxas_version() -> str:
     """Returns the version of the ptxas that Triton runs for Hopper, of those that it contains."""
     from triton.backends.nvidia.compiler import get_ptxas

@@ -20,16 +20,16 @@ from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Problem
 from flashtune.dispatch.bound_request import BoundRequest
 from flashtune.dispatch.decision import DIFFERENTIABLE_SIDE, choose
-from flashtune.dispatch.sdpa import default_backend
 from flashtune.recording.recorder import counted
 from flashtune.request.call import Call
 from flashtune.request.request import Request, Result
 from flashtune.runtime.autograd import Pair, differentiable, only_once, with_side
 from flashtune.runtime.backward_executors import with_rows
-from flashtune.runtime.call_cache import call_key, remembered, unsigned
+from flashtune.runtime.call_key import call_key, unsigned
 from flashtune.runtime.gradients import BackwardExecutor, BackwardInputs, Gradients
 from flashtune.runtime.op_library import TAGS, call_of, library, operands, schema
 from flashtune.runtime.prepare import baseline_of, prepare_alone
+from flashtune.runtime.session import SESSION
 from flashtune.runtime.torch_modes import transforms
 
 NAME = "attention_backward"
@@ -51,7 +51,7 @@ def differentiated(request: Request, call: Call, forward: Forward) -> Result:
         call: The call's tensors and options. The scale is not negative.
         forward: Returns the result of such a call by an operator.
     """
-    _, decision = choose(TracedRequest(_hinted(request), call.q, call.k, call.v, call.side))
+    _, decision = choose(TracedRequest(_hinted(request), call.q, call.k, call.v, call.side, SESSION.platform))
     if not decision.generated:
         return baseline_of(decision, request)(call.q, call.k, call.v, call.scale, call.side)
     options = call.options._replace(return_lse=request.return_lse, deterministic=request.deterministic)
@@ -85,7 +85,7 @@ class TracedRequest(BoundRequest):
         # Whether SDPA computes a mask correctly is tried in eager calls alone.
         if self.request.problem.features or is_symbolic or transforms() is not None:
             return None
-        return default_backend(*self.views, self.request.problem)
+        return super().sdpa_backend
 
 
 def _hinted(request: Request) -> Request:
@@ -146,14 +146,15 @@ def _compute(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *value
 
     def make(bound: BoundRequest) -> BackwardExecutor:
         # The tensors of an operator do not show whether the bias requires grad.
-        request = msgspec.structs.replace(bound.request, constant_bias=False)
-        bound = BoundRequest(request, *bound.tensors, bound.side)
-        served = prepare_alone(bound)
+        bound = bound.replaced(msgspec.structs.replace(bound.request, constant_bias=False))
+        request = bound.request
+        served = prepare_alone(bound, SESSION.loader)
         if not (request.is_empty or request.is_double):
-            served = counted(served, request.backward, bound.backward_properties)
+            served = counted(served, SESSION.recordings, request.backward, bound.backward_properties)
         return with_side(served, request.layout, DIFFERENTIABLE_SIDE)
 
-    executor = remembered((NAME, call.options.deterministic, *call_key(call)), call, make, needs_grad=True)
+    key = NAME, call.options.deterministic, *call_key(call)
+    executor = SESSION.prepared(key, call, make, needs_grad=True)
     served = unsigned(call)
     gradients = executor(BackwardInputs(*served[:3], out, lse, dout, dlse, served.scale, served.side))
     if served.q is not call.q:

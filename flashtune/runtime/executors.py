@@ -19,7 +19,7 @@ from flashtune.core.problem import Dtype
 from flashtune.dispatch.bound_request import BoundRequest
 from flashtune.dispatch.decision import Backend, Decision
 from flashtune.dispatch.lookup import default_selection
-from flashtune.dispatch.masked_sdpa import masked_attention
+from flashtune.dispatch.masked_sdpa import SelectBackend, masked_attention
 from flashtune.dispatch.sdpa import default_backend, sdpa_attention
 from flashtune.launch.binding import bind
 from flashtune.launch.kernel_cache import kernel_of
@@ -225,8 +225,11 @@ def baseline_executor(backend: Backend, request: Request) -> Executor:
     return run_unfused if backend is Backend.UNFUSED else run_sdpa
 
 
-def masked_executor(request: Request, backend: str | None) -> Executor:
-    """Returns an executor by SDPA with a mask, or unfused if SDPA selects another backend at the call."""
+def masked_executor(request: Request, backend: str | None, select: SelectBackend) -> Executor:
+    """Returns an executor by SDPA with a mask, or unfused if SDPA selects another backend at the call.
+
+    `select` returns the backend that SDPA selects.
+    """
     default_scale, layout, problem = request.default_scale, request.layout, request.problem
     standard = baseline_executor(Backend.UNFUSED, request)
 
@@ -234,7 +237,7 @@ def masked_executor(request: Request, backend: str | None) -> Executor:
         assert side.bias is not None
         views = request.views(q, k, v)
         # torch's settings may have changed since the executor was made.
-        if default_backend(*views, problem, side.bias) != backend:
+        if default_backend(*views, problem, side.bias, select) != backend:
             return standard(q, k, v, scale, side)
         with types_as_given(q):
             factor = default_scale if scale is None else scale

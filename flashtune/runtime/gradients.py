@@ -1,14 +1,11 @@
 """The inputs and results of backward passes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
+
+from torch import Tensor
 
 from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class BackwardInputs(NamedTuple):

@@ -20,7 +20,8 @@ from flashtune.request.flop_count import backward_flops, forward_flops
 from flashtune.request.read_call import read_call, require_tensors
 from flashtune.request.request import Result
 from flashtune.runtime.backward_ops import GIVEN, differentiated
-from flashtune.runtime.call_cache import known_executor, run_call, unsigned
+from flashtune.runtime.call_cache import known_executor, run_call
+from flashtune.runtime.call_key import unsigned
 from flashtune.runtime.op_library import ALL, TAGS, call_of, contiguous, library, operands, schema
 from flashtune.runtime.torch_modes import (
     count_flops,

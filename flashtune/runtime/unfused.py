@@ -5,10 +5,9 @@ the fallback if no kernel supports a call. It is differentiable. Packed or paged
 one, for which the host reads their lengths from the device.
 """
 
-from __future__ import annotations
-
 import itertools
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -16,18 +15,12 @@ from torch import Tensor
 
 from flashtune.core.features.description import ScoreRows
 from flashtune.core.features.masks import seen_keys, seen_pairs
-from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
+from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs, FeatureFields
 from flashtune.core.features.table import TENSOR_INPUTS, changed_scores
 from flashtune.core.problem import SCORE_BYTES, Bias, Causal, Problem
 from flashtune.request.dropout import kept_weights
 from flashtune.runtime.value_checks import check_pages
 from flashtune.templates.family import BytesItem
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from flashtune.core.features.records import FeatureFields
-    from flashtune.core.problem import Problem
 
 # Inputs with an entry for each sequence, and inputs that a gathered sequence does not have.
 OF_SEQUENCES = (

@@ -5,23 +5,17 @@ CPU calls are always checked. An executor is wrapped once, when it is prepared, 
 without the check.
 """
 
-from __future__ import annotations
-
 import functools
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from flashtune.core.errors import ProblemError
+from flashtune.core.features.records import ExtraInputs
 from flashtune.core.machine import CHECK_VARIABLE, variable
-from flashtune.core.problem import KvScale
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from flashtune.core.features.records import ExtraInputs
-    from flashtune.core.problem import Problem
-    from flashtune.request.request import Executor, Request, Result
+from flashtune.core.problem import KvScale, Problem
+from flashtune.dispatch.platform import PLATFORM
+from flashtune.request.request import Executor, Request, Result
 
 
 def values_are_checked(device: torch.device) -> bool:
@@ -143,10 +137,7 @@ def _check_lists(problem: Problem, counts: Tensor, indices: Tensor) -> None:
 
 def is_capturing(tensor: Tensor) -> bool:
     """Whether a CUDA graph is being captured. Values cannot be read during a capture."""
-    if not tensor.is_cuda:
-        return False
-    with torch.cuda.device(tensor.device):
-        return torch.cuda.is_current_stream_capturing()
+    return PLATFORM.is_capturing(tensor.device)
 
 
 def _checked(

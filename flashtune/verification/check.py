@@ -107,7 +107,8 @@ def check_rendered(
         except (RuntimeError, TritonError) as error:
             forget()
             raise KernelError(first_line(error)) from error
-    verdict = _verdict(findings, figures, _device_name(device), seed)
+    name = INTERPRETER if interpreting() else torch.cuda.get_device_name(device)
+    verdict = _verdict(findings, figures, name, seed)
     if not verdict.passed:
         forget()
         return verdict
@@ -221,10 +222,6 @@ def _verdict(findings: list[Finding], figures: list[float], device: str, seed: i
         if not failed and not figure <= finding.limit:
             failed = f"{finding.what} {figure:.4g} of {finding.limit:g} allowed, seed {seed}"
     return Verdict(not failed, min(worst, NOT_FINITE), len(findings), failed, device)
-
-
-def _device_name(device: torch.device) -> str:
-    return INTERPRETER if interpreting() else torch.cuda.get_device_name(device)
 
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:

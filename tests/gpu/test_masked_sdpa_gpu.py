@@ -10,13 +10,13 @@ from torch.nn.attention import sdpa_kernel
 
 from flashtune.core.features.records import ExtraInputs
 from flashtune.core.problem import Bias, Causal, Dtype, Problem
-from flashtune.core.session import SESSION
 from flashtune.dispatch.masked_sdpa import masked_attention, refusal
 from flashtune.request.call import dense_call
 from flashtune.request.read_call import read_call
 from flashtune.request.side_inputs import side_views
 from flashtune.runtime.unfused import unfused_attention
 from flashtune.tuner.execution.sdpa import BACKENDS
+from tests.support.runtime import forget_all
 
 pytestmark = pytest.mark.gpu
 
@@ -64,7 +64,7 @@ def mask_of(lengths: tuple[int, int], shared: tuple[int, ...]) -> Tensor:
 def test_backends_have_the_same_mask_semantics(
     name: str, kind: Bias, causal: Causal, shared: tuple[int, ...], kv_heads: int, width: int
 ) -> None:
-    SESSION.reset()
+    forget_all()
     scale = float(width**-0.5)
     refused = []
     for lengths in LENGTHS:
@@ -110,7 +110,7 @@ def test_backends_have_the_same_mask_semantics(
 @pytest.mark.parametrize("seqlen_q", [1, 300])
 @pytest.mark.parametrize("name", MASKED)
 def test_check_passes_for_backends_with_masks(seqlen_q: int, name: str) -> None:
-    SESSION.reset()
+    forget_all()
     q, k, v = given((seqlen_q, 512), 4, 128)
     request = read_call(dense_call(q, k, v))
     mask = torch.ones(2, 1, 1, 512, dtype=torch.bool, device="cuda")

@@ -22,11 +22,11 @@ from flashtune.dispatch.nearest import nearest_record, same_computation, tuned_a
 from flashtune.recording.recorder import read_counts
 from flashtune.request.call import dense_call, varlen_call
 from flashtune.request.read_call import read_call
-from flashtune.runtime import passes, prepare
+from flashtune.runtime import prepare
 from flashtune.templates.registry import find_family
 from tests.problems.features import agrees, paged, starts
-from tests.runtime.conftest import TARGET, MakeRecord
-from tests.support.machine import Machine
+from tests.runtime.conftest import MakeRecord
+from tests.support.machine import TARGET, Machine
 
 HEADS = 4
 
@@ -60,7 +60,7 @@ def bound(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Bound:
         found.choices += 1
         return real(bound)
 
-    monkeypatch.setattr(passes, "bind", bind)
+    machine.launch = bind
     monkeypatch.setattr(prepare, "choose", choose)
     return found
 

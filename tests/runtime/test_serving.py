@@ -15,13 +15,13 @@ from flashtune.core.errors import ProblemError
 from flashtune.core.kernel import Alignment, Specialization
 from flashtune.core.problem import Problem
 from flashtune.core.record import Record
-from flashtune.core.session import SESSION
 from flashtune.dispatch import sdpa
 from flashtune.dispatch.bound_request import BoundRequest
 from flashtune.launch import workspaces
 from flashtune.request.call import dense_call
 from flashtune.runtime import executors
 from flashtune.runtime.call_cache import run_call, write_call
+from flashtune.runtime.session import SESSION
 from tests.support.machine import Machine, expected, inputs, tuned
 
 Make = Callable[..., Record]

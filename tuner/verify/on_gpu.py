@@ -111,7 +111,11 @@ def check_on_gpu(
     return OnGpu(
         outcomes=_outcomes(subjects, results, to_time, times),
         checks=tuple(result.check for result in results if result.check is not None),
-        passed=_passed(results),
+        passed=tuple(
+            (result.task.subject.record, result.check)
+            for result in results
+            if result.check is not None and result.is_own and result.failed == ""
+        ),
         receipts=_receipts(results),
         times=_timings(to_time, times),
         resources=times.resources,
@@ -222,15 +226,6 @@ def _workers(index: int) -> int:
 
     free, _ = torch.cuda.mem_get_info(index)
     return max(1, min(MAX_WORKERS, available_cpus() // 2, free // WORKER_BYTES))
-
-
-def _passed(results: list[_Result]) -> tuple[tuple[Record, Check], ...]:
-    """Returns the records with a passed kernel of their own, each with the check."""
-    return tuple(
-        (result.task.subject.record, result.check)
-        for result in results
-        if result.check is not None and result.is_own and result.failed == ""
-    )
 
 
 def _receipts(results: list[_Result]) -> tuple[Check, ...]:

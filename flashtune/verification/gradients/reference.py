@@ -86,7 +86,8 @@ def slope_sums(problem: Problem, work: Work, pairs: Pairs, lengths: Lengths) -> 
 def _of_heads(problem: Problem, *figures: Tensor) -> OfHeads:
     """Returns the partial sums of figures of rows, and the maximum of the last one."""
     *summed, steps = (by_head(rows, problem) for rows in figures)
-    return OfHeads(*(rows.sum(-1) for rows in summed), steps.amax(-1))
+    exact, plain, spread, terms = (rows.sum(-1) for rows in summed)
+    return OfHeads(exact, plain, spread, terms, steps.amax(-1))
 
 
 def head_gradient(problem: Problem, sums: OfHeads) -> Gradient:

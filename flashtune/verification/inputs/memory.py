@@ -58,23 +58,15 @@ class MemoryFrame(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """The tensors of a launch.
-
-    Attributes:
-        q, k, v: Inputs, each in poisoned surroundings.
-        out: The output.
-        lse: The log-sum-exp, [batch, heads, seqlen_q], or [1, heads, total_q] of a varlen batch.
-        extra_inputs: All extra inputs in poisoned or hostile surroundings.
-        side: The extra inputs as a launch takes them.
-    """
+    """The tensors of a launch, each in poisoned or hostile surroundings."""
 
     q: Guarded
     k: Guarded
     v: Guarded
     out: Guarded
-    lse: Guarded
-    extra_inputs: tuple[Guarded, ...]
-    side: ExtraInputs
+    lse: Guarded  # The log-sum-exp, [batch, heads, seqlen_q], or [1, heads, total_q] of a varlen batch.
+    extra_inputs: tuple[Guarded, ...]  # All extra inputs.
+    side: ExtraInputs  # The extra inputs as a launch takes them.
 
     @property
     def read(self) -> tuple[Guarded, ...]:
@@ -186,8 +178,8 @@ def _place_extra_inputs(
         copies["prefix"] = placing.integers(side.prefix, problem.seqlen_kv + OVER)
     for name, values in sequence_inputs(problem, lengths, table).items():
         # Cumulative lengths end with the number of rows.
-        hostile = {"seqlens_kv": problem.seqlen_kv + OVER, "block_table": -1}
-        copies[name] = placing.integers(values, hostile.get(name, int(values.flatten()[-1]) + OVER))
+        own = {"seqlens_kv": problem.seqlen_kv + OVER, "block_table": -1}
+        copies[name] = placing.integers(values, own.get(name, int(values.flatten()[-1]) + OVER))
     if side.block_counts is not None and side.block_indices is not None:
         for name, lists, hostile in (
             ("block_counts", side.block_counts, side.block_indices.shape[-1] + OVER),

@@ -260,15 +260,13 @@ def test_reason_contains_the_estimated_time(
     assert distance(told.selection.forecast.nearest.problem, problem) > 0
 
 
-def test_nearest_record_serves_if_the_forecast_fails(
-    machine: Machine, records: tuple[Record, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nearest_record_serves_if_the_forecast_fails(machine: Machine, records: tuple[Record, ...]) -> None:
     machine.tables = Tables({}, _tables(records).shipped)
     problem = shape(
         head_dim=256, value_head_dim=256, heads=4, kv_heads=4, batch=1, seqlen_q=100, seqlen_kv=1100
     )
     verdicts = itertools.chain([False], itertools.repeat(True))
-    monkeypatch.setattr("flashtune.runtime.kernel_fallback.passes_self_check", lambda *_: next(verdicts))
+    machine.judge = lambda kernel: next(verdicts)
     q, k, v = inputs(problem)
     with pytest.warns(FlashtuneWarning, match="so the config of the nearest tuned shape serves"):
         flashtune.attention(q, k, v, causal=True)

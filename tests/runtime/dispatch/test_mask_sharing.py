@@ -17,11 +17,9 @@ from flashtune.dispatch.faster_peers import faster_peer, faster_peer_of_pair
 from flashtune.dispatch.lookup import select
 from flashtune.dispatch.masked_sdpa import sharing_of, timed_ways
 from flashtune.dispatch.tables import Tables
-from flashtune.runtime import passes
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
-from tests.runtime.conftest import TARGET
-from tests.support.machine import Machine, tuned
+from tests.support.machine import TARGET, Machine, tuned
 
 Make = Callable[..., Record]
 HEADS, BATCH, HEADS_AND_ROWS, BATCH_AND_HEADS = MaskSharing
@@ -219,7 +217,7 @@ def test_nearest_shape_provides_times_of_equivalent_sharings(biased: Problem, ma
 
 
 @pytest.fixture
-def launches(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def launches(machine: Machine) -> list[str]:
     """Families whose kernels were launched; they write ones."""
     found: list[str] = []
 
@@ -230,7 +228,7 @@ def launches(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return launch
 
-    monkeypatch.setattr(passes, "bind", bind)
+    machine.launch = bind
     return found
 
 

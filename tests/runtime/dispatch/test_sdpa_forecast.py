@@ -25,7 +25,8 @@ from flashtune.dispatch.sdpa_times import expected_peers
 from flashtune.dispatch.tables import Tables
 from flashtune.launch.kernel_cache import kernel_of
 from flashtune.request.request import Prefer
-from flashtune.runtime.kernel_fallback import first_usable
+from flashtune.runtime.passes import Pass
+from flashtune.runtime.prepare import prepared
 from flashtune.templates.forward_hopper.space import HopperConfig
 from flashtune.templates.registry import find_family
 from tests.runtime.training.training_calls import backward_record
@@ -131,7 +132,9 @@ def test_other_head_dims_and_far_shapes_warn_with_search_command(
     asked = KernelKey(problem, Specialization(), Prefer.FASTEST, torch.device("cpu"))
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        assert first_usable(decision, asked, lambda selection, _: selection.source) == "estimated"
+        assert prepared(decision, Pass(Machine(), asked, lambda kernel: "bound", str)) == "bound"
+    assert decision.selection is not None
+    assert decision.selection.source == "estimated"
     assert len(told) == len(said)
     for warning, words in zip(told, said, strict=True):
         assert words in str(warning.message)

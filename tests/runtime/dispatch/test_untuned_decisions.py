@@ -5,9 +5,11 @@ from typing import Any
 import pytest
 import torch
 
-from flashtune.dispatch import decision, masked_sdpa, sdpa
+from flashtune.core.target import Target
 from flashtune.dispatch.bound_request import BoundRequest
 from flashtune.dispatch.decision import choose
+from flashtune.dispatch.masked_sdpa import shares_heads
+from flashtune.dispatch.platform import Platform
 from flashtune.request.call import dense_call
 from tests.support.untuned import TARGET
 
@@ -15,19 +17,27 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CUDNN, EFFICIENT, MATH = "sdpa-cudnn", "sdpa-efficient", "sdpa-math"
 
 
-@pytest.fixture(autouse=True)
-def on_h200(monkeypatch: pytest.MonkeyPatch) -> None:
-    def chosen(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool
+class OnH200(Platform):
+    """An H200, and SDPA's backends there."""
+
+    def target(self, device: torch.device) -> Target:
+        return TARGET
+
+    def has_kernels(self, device: torch.device) -> bool:
+        return True
+
+    def sdpa_backend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor | None,
+        causal: bool,
+        shared: bool | None = None,
     ) -> str | None:
         if q.dtype is not FP32:
             return CUDNN
-        return MATH if masked_sdpa.shares_heads(q, k, v, mask) else EFFICIENT
-
-    monkeypatch.setattr(decision, "check_device", lambda request: None)
-    monkeypatch.setattr(BoundRequest, "target", TARGET)
-    monkeypatch.setattr(masked_sdpa, "chosen_backend", chosen)
-    monkeypatch.setattr(sdpa, "chosen_backend", chosen)
+        return MATH if shares_heads(q, k, v, mask) else EFFICIENT
 
 
 def server(
@@ -51,7 +61,7 @@ def server(
 
     q, k, v = made(heads[0], lengths[0]), made(heads[1], lengths[1]), made(heads[1], lengths[1])
     masks = {name: value(q, k) if callable(value) else value for name, value in options.items()}
-    found = choose(BoundRequest.of(dense_call(q, k, v, **masks)))[0]
+    found = choose(BoundRequest.of(dense_call(q, k, v, **masks), platform=OnH200()))[0]
     assert found.selection is not None
     return found.selection.record.family if found.generated else str(found.backend)
 

@@ -31,9 +31,9 @@ def record(problem: Problem, make_record: Callable[..., Record]) -> Record:
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompilerProcess]:
     monkeypatch.setattr(kernel_cache, "_rendered", {})
-    found = CompilerProcess()
-    yield found
-    found.close()
+    process = CompilerProcess()
+    yield process
+    process.close()
 
 
 @pytest.mark.slow

@@ -110,7 +110,10 @@ def test_descriptors_are_cached_by_tuples_of_addresses(gpu: Driver) -> None:
     gpu.filled.clear()
     others = arguments.made((first.data_ptr(), third.data_ptr()), first.device)
     assert [made.address for made in gpu.filled] == [third.data_ptr()]
-    assert [one.address for one in others if isinstance(one, Map)] == [first.data_ptr(), third.data_ptr()]
+    assert [descriptor.address for descriptor in others if isinstance(descriptor, Map)] == [
+        first.data_ptr(),
+        third.data_ptr(),
+    ]
     assert arguments.at(addresses) is made
     for number in range(MAX_ADDRESSES - 1):
         arguments.made((first.data_ptr(), 16 * number), first.device)

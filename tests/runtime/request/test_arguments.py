@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import flashtune
 from flashtune.core.arguments import read_count, shown
 from flashtune.core.errors import ProblemError, UsageError
-from flashtune.core.session import SESSION
+from flashtune.runtime.session import SESSION
 from tests.problems.features import KEYS, QUERIES, paged, starts
 
 HUGE = 10**5000
@@ -98,6 +98,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"softcap": 1e-40}, "softcap cannot be 1e-40: pass a positive number"),
     ({"softcap": torch.ones(2)}, "softcap cannot be a Tensor: pass a positive number"),
     ({"chunk": np.ones(2)}, "chunk cannot be a ndarray: pass how many keys"),
+    ({"sinks": [0.0] * 4}, "sinks is a list: pass a torch tensor"),
     ({"sinks": torch.ones(4).to_sparse()}, "sinks has layout torch.sparse_coo"),
 ]
 

@@ -57,7 +57,7 @@ def test_canonical_problem_has_the_same_visible_pairs(
     if ragged:
         lengths = [(q, k) for q in range(seqlen_q + 1) for k in range(seqlen_kv + 1)]
     for queries, keys in lengths:
-        asked, done = (visible(one, queries, keys, prefix) for one in (problem, normal))
+        asked, done = (visible(form, queries, keys, prefix) for form in (problem, normal))
         assert torch.equal(asked, done), (queries, keys)
 
 

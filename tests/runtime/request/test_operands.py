@@ -13,10 +13,9 @@ import flashtune
 from flashtune.core.block_mask import BlockMask
 from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.kernel import Kernel
-from flashtune.core.session import SESSION
 from flashtune.request.call import Options
-from flashtune.runtime import backward_executors, passes
 from flashtune.runtime.op_library import OPERANDS
+from flashtune.runtime.session import SESSION
 from tests.problems.features import paged, starts
 from tests.runtime.training.training_calls import quiet
 from tests.support.machine import Machine
@@ -37,7 +36,7 @@ class Launched(NamedTuple):
 
 
 @pytest.fixture
-def launched(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> list[Launched]:
+def launched(machine: Machine) -> list[Launched]:
     """Launches in order. They write ones."""
     found: list[Launched] = []
 
@@ -53,8 +52,7 @@ def launched(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> list[Launched
 
         return launch
 
-    monkeypatch.setattr(passes, "bind", bind)
-    monkeypatch.setattr(backward_executors, "bind", bind)
+    machine.launch = bind
     return found
 
 

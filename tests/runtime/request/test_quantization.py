@@ -19,8 +19,8 @@ from flashtune.request.call import dense_call
 from flashtune.request.quantization import negated, quantize
 from flashtune.request.read_call import read_call
 from flashtune.request.request import Executor, Prefer
-from flashtune.runtime import call_cache, executors
-from flashtune.runtime.call_cache import call_key
+from flashtune.runtime import executors, session
+from flashtune.runtime.call_key import call_key
 from tests.emulator.tensor_maps import Noted, queued
 
 BATCH, HEADS, KV_HEADS, ROWS, WIDTH = 2, 4, 2, 16, 32
@@ -151,10 +151,10 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[BackwardCase]:
         given.append({"q": q, "out": out, "lse": lse, "scale": scale, "scales": side})
         out.zero_()
 
-    def prepare(bound: BoundRequest) -> Executor:
+    def prepare(bound: BoundRequest, loader: object) -> Executor:
         return executors.launcher(launch, bound.request, bound.tensors[0])
 
-    monkeypatch.setattr(call_cache, "prepare", prepare)
+    monkeypatch.setattr(session, "prepare", prepare)
     return given
 
 

@@ -59,16 +59,6 @@ def test_version(run: Run) -> None:
     assert result.output.startswith("flashtune 0.")
 
 
-def test_unknown_command_error_suggests_the_nearest(run: Run) -> None:
-    result = run("expalin")
-    assert result.exit_code == 2
-    assert "did you mean 'explain'?" in result.output
-
-
-def test_an_unknown_option_is_a_usage_error(run: Run) -> None:
-    assert run("show", "--jsn").exit_code == 2
-
-
 def raising(error: BaseException) -> click.Command:
     @click.command("show")
     def command() -> None:

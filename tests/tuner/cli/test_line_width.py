@@ -54,6 +54,7 @@ def test_help_fits(run: Run, name: tuple[str, ...]) -> None:
         ("families",),
         ("show",),
         ("show", "--wide"),
+        ("show", "--shipped", "--limit", "1000"),
         ("show", "--shipped", "--wide", "--limit", "1000"),
         ("show", "--records", "--shape", SHAPE),
         ("show", "--records"),

@@ -9,7 +9,6 @@ from rich.console import Console
 from flashtune.core.problem import Dtype
 from flashtune.tuner.analysis.doctor import Finding, Level
 from flashtune.tuner.analysis.model_overview import Overview, Point, Way
-from flashtune.tuner.cli import EPILOG
 from flashtune.tuner.cli.commands import doctor
 from flashtune.tuner.cli.output import print_heading, say
 from flashtune.tuner.cli.report.model_report import print_overview
@@ -80,8 +79,3 @@ def test_findings_of_doctor_are_wrapped(capsys: pytest.CaptureFixture[str]) -> N
     assert first.startswith("warn  temporary folder  many words")
     assert others
     assert all(line.startswith(" " * 24 + "") and len(line) <= WIDTH for line in others)
-
-
-def test_exit_codes_fit_the_width() -> None:
-    # Help is indented by two columns.
-    assert max(map(len, EPILOG.splitlines())) <= WIDTH - 2

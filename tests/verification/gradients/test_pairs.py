@@ -20,14 +20,14 @@ def test_all_pairs_match_single_lookups(rows: tuple[int, ...]) -> None:
     assert every.are_all(PROBLEM)
     queries, keys = torch.randn(3, 6, *rows), torch.randn(3, 2, *rows)
     for number in range(6):
-        one = pairs_of(EVERY[number : number + 1])
-        assert not one.are_all(PROBLEM)
+        pair = pairs_of(EVERY[number : number + 1])
+        assert not pair.are_all(PROBLEM)
         sequence, head = divmod(number, 2)
         shared = queries[sequence, 3 * head : 3 * head + 3]
         assert torch.equal(every.of_queries(PROBLEM, queries)[number], shared)
-        assert torch.equal(one.of_queries(PROBLEM, queries)[0], shared)
+        assert torch.equal(pair.of_queries(PROBLEM, queries)[0], shared)
         assert torch.equal(every.of_keys(PROBLEM, keys)[number], keys[sequence, head])
-        assert torch.equal(one.of_keys(PROBLEM, keys)[0], keys[sequence, head])
+        assert torch.equal(pair.of_keys(PROBLEM, keys)[0], keys[sequence, head])
 
 
 @pytest.mark.parametrize("numbers", [(2, 3, 4), (0, 1), (0, 5), (1, 3, 4), (4, 3)], ids=str)

@@ -24,13 +24,13 @@ def cases_of(subject: Subject, seed: int = 7) -> list[Any]:
 @pytest.mark.parametrize("family", SUBJECTS)
 def test_problems_are_check_problems_and_supported_random_ones(family: str) -> None:
     subject = SUBJECTS[family]
-    found = cases_of(subject)
-    assert len(found) > 50
-    assert all(case.problem.computation == subject.problem.computation for case in found)
-    for case in found:
+    cases = cases_of(subject)
+    assert len(cases) > 50
+    assert all(case.problem.computation == subject.problem.computation for case in cases)
+    for case in cases:
         assert unsupported_reason(find_family(family), case.problem, H200, subject.specialization) is None
     # Another seed draws other random problems; those of the check stay.
-    assert 0 < sum(one not in found for one in cases_of(subject, 8)) <= alike.RANDOM_PROBLEMS
+    assert 0 < sum(case not in cases for case in cases_of(subject, 8)) <= alike.RANDOM_PROBLEMS
 
 
 def test_results_are_compared_bitwise_unless_sums_are_unordered(monkeypatch: pytest.MonkeyPatch) -> None:

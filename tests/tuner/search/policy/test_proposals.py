@@ -1,8 +1,6 @@
-import pytest
 from optuna.trial import FrozenTrial, TrialState
 
 from benchmarks.exhaustive.fitting import NOTHING
-from flashtune.core.errors import UsageError
 from flashtune.core.kernel import Specialization
 from flashtune.core.target import find_target
 from flashtune.templates.registry import find_family
@@ -28,16 +26,6 @@ def ms_of(candidate: Candidate) -> float:
     measurement = by_tile(candidate).measurement
     assert measurement is not None
     return measurement.ms
-
-
-def test_every_candidate_is_proposed_once(scope: SearchTask) -> None:
-    proposer = proposer_of(scope)
-    proposed = []
-    while (candidate := proposer.ask()) is not None:
-        proposed.append(candidate)
-        proposer.tell(candidate, TrialResult(ms_of(candidate)))
-    assert len(proposed) == len(set(proposed))
-    assert set(proposed) == set(scope.candidates())
 
 
 def test_open_candidates_are_not_proposed_again(scope: SearchTask) -> None:
@@ -137,11 +125,6 @@ def test_ranking_contains_fitting_candidates_and_initial_design_varies() -> None
     predicted = {entry.candidate: entry.predicted_ms for entry in ranked}
     distinct = len({round(ms, 9) for ms in predicted.values()})
     assert len({round(predicted[candidate], 9) for candidate in start[:distinct]}) == min(distinct, 10) > 5
-
-
-def test_unknown_family_is_a_usage_error() -> None:
-    with pytest.raises(UsageError, match="there is no kernel family 'forward_sideways'"):
-        open_spaces(a_problem(), find_target("h100"), ("forward_sideways",))
 
 
 def test_slow_family_is_pruned() -> None:
