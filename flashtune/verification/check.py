@@ -193,24 +193,19 @@ def _variants(
 def _planned(
     kernel: Kernel, problem: Problem, config: Config, target: Target, level: Level, seed: int
 ) -> tuple[tuple[Case, int], ...]:
-    """Returns the cases of a level that the kernel's family supports."""
+    """Returns the cases of a level that the kernel's family supports, which may limit the queries."""
     planned = tuple(planned_cases(kernel, problem, config, level, seed))
-    return _supported(kernel, target, planned) if problem.features or splits_of(config) else planned
-
-
-def _supported(
-    kernel: Kernel, target: Target, planned: tuple[tuple[Case, int], ...]
-) -> tuple[tuple[Case, int], ...]:
-    """Returns the cases that the kernel's family supports. Families may limit, for example, the queries."""
+    if not problem.features and not splits_of(config):
+        return planned
     family, tensors = find_family(kernel.family), kernel.specialization
-    cases = tuple(
+    supported = tuple(
         pair for pair in planned if unsupported_reason(family, pair[0].problem, target, tensors) is None
     )
-    if not cases:
+    if not supported:
         raise KernelError(
             f"{kernel.family} computes no problem of the verification: verify it at another problem"
         )
-    return cases
+    return supported
 
 
 def _verdict(findings: list[Finding], figures: list[float], device: str, seed: int) -> Verdict:

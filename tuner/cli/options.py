@@ -145,15 +145,11 @@ SHAPE_OPTIONS = (
 )
 
 
-def problem_options(command: AnyCommand) -> AnyCommand:
-    """Adds the options that name shapes. The command gets `problems`, at least one and no duplicates."""
-    return _with_problems(command, {})
+def problem_options(**others: str) -> Callable[[AnyCommand], AnyCommand]:
+    """Adds the options that name shapes. The command gets `problems`, at least one and no duplicates.
 
-
-def problem_options_or(**others: str) -> Callable[[AnyCommand], AnyCommand]:
-    """As `problem_options`, but `problems` is empty if another option is given.
-
-    `others` are options by the names of their parameters, such as `recorded_file="--from"`.
+    `problems` may be empty if one of `others` is given: options by the names of their parameters, such as
+    `recorded_file="--from"`.
     """
     return lambda command: _with_problems(command, others)
 

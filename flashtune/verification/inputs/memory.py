@@ -1,6 +1,5 @@
 """The inputs of a case in poisoned memory: tensors, lengths, block tables and scales of a launch."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -206,7 +205,7 @@ def _scales(
         if scale is not None and problem.kv_dtype is None:
             copies[name] = placing.floats(scale)
         elif scale is not None:
-            copies[name] = _cache_scale(problem, scale, lengths, table, placing.floats, step)
+            copies[name] = _cache_scale(problem, scale, lengths, table, placing, step)
     return copies
 
 
@@ -226,7 +225,7 @@ def _cache_scale(
     scale: Tensor,
     lengths: Lengths,
     table: Table | None,
-    floats: Callable[[Tensor], Tensor],
+    placing: _Placing,
     step: int,
 ) -> Tensor:
     """Returns the scales of a cache as kernels take them, [pages or batch, kv_heads].
@@ -236,7 +235,7 @@ def _cache_scale(
     """
     blocks = problem.batch if table is None else table.pages
     if problem.kv_scale is KvScale.TENSOR:
-        return floats(scale[:1, :1, 0]).expand(blocks, problem.kv_heads)
+        return placing.floats(scale[:1, :1, 0]).expand(blocks, problem.kv_heads)
     of_pages = problem.kv_scale is KvScale.PAGE
     wide = scale.new_full((blocks if of_pages else 1, problem.kv_heads + 1, step), float("nan"))
     if table is None or not of_pages:
@@ -245,4 +244,4 @@ def _cache_scale(
         places = key_places(problem, lengths, table.entries).to(scale.device)
         first = places.slot == 0
         wide[places.block[first], :-1, 0] = scale[places.sequence[first], :, places.row[first]]
-    return floats(wide)[:, :-1, 0].expand(blocks, problem.kv_heads)
+    return placing.floats(wide)[:, :-1, 0].expand(blocks, problem.kv_heads)

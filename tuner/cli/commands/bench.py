@@ -13,7 +13,7 @@ from flashtune.core.errors import UsageError, VerificationError
 from flashtune.core.files import read_bounded
 from flashtune.core.machine import DATABASE_VARIABLE
 from flashtune.tuner.cli.command import flashtune_command
-from flashtune.tuner.cli.options import database_option, file_option, json_option, problem_options_or
+from flashtune.tuner.cli.options import database_option, file_option, json_option, problem_options
 from flashtune.tuner.cli.output import command_line, note, print_json
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ PEERS = ("sdpa-cudnn", "sdpa-flash", "sdpa-efficient", "flex", "flash-attn-4", "
     'flashtune bench --shape "heads=32,kv_heads=8,seqlen=4096,head_dim=128,causal"',
     "flashtune bench --grid paper --save results.json --markdown results.md",
 )
-@problem_options_or(grids="--grid", load_file="--load")
+@problem_options(grids="--grid", load_file="--load")
 @click.option(
     "--grid",
     "grids",

@@ -16,7 +16,7 @@ from flashtune.tuner.cli.options import (
     family_option,
     file_option,
     json_option,
-    problem_options_or,
+    problem_options,
     quiet_options,
     target_options,
 )
@@ -50,7 +50,7 @@ DEFAULT_TOP = 20
     "flashtune search --target h100 --model llama-3.1-8b --seconds 30",
     "flashtune search --from calls.jsonl --top 10",
 )
-@problem_options_or(recorded_file="--from")
+@problem_options(recorded_file="--from")
 @file_option(
     "from",
     "Search the shapes of a program, from a file that flashtune.record_calls or FLASHTUNE_RECORD wrote. "
