@@ -62,7 +62,7 @@ class Backend(enum.StrEnum):
 class Decision(msgspec.Struct, frozen=True):
     """The backend of a request and the reason."""
 
-    backend: Backend  # The backend.
+    backend: Backend
     reason: str  # The reason as one clause.
     target: Target | None = None  # The GPU, or None if it does not matter.
     # The record that was found for the request, or None if none was looked up.

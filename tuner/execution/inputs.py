@@ -44,7 +44,7 @@ class Tensors(msgspec.Struct, frozen=True):
     k: Tensor
     v: Tensor
     out: Tensor
-    side: ExtraInputs = NO_EXTRA_INPUTS  # The extra inputs.
+    side: ExtraInputs = NO_EXTRA_INPUTS
     # Buffer for the log-sum-exp, float32 [batch, heads, seqlen_q], if requested.
     lse: Tensor | None = None
     # All tensors that kernels of a backward problem read and write, including these.
