@@ -158,7 +158,10 @@ def _of_kernels(bound: BoundRequest) -> tuple[Decision, ...]:
     # A baseline may not be selected if the call returns a log-sum-exp or has features.
     generated = request.prefer is Prefer.GENERATED or request.return_lse or request.needs_grad
     generated = generated or bool(request.problem.features)
-    selections = _selected(bound.passes, target, bound.records, generated=generated)
+    selections = tuple(
+        select(key.problem, target, bound.records, key.specialization, generated=generated)
+        for key in bound.passes
+    )
     instead = _of_peer(bound, selections)
     if instead is not None:
         backend, reason = instead
@@ -180,14 +183,6 @@ def _interpreted(passes: Iterable[KernelKey]) -> tuple[Decision, ...]:
     target, reason = find_target(INTERPRETED_TARGET), "TRITON_INTERPRET=1 runs kernels on the CPU"
     selections = (default_selection(key.problem, target, key.specialization) for key in passes)
     return tuple(Decision(Backend.INTERPRETER, reason, target, selection) for selection in selections)
-
-
-def _selected(
-    passes: Iterable[KernelKey], target: Target, tables: Tables, *, generated: bool
-) -> tuple[Selection, ...]:
-    return tuple(
-        select(key.problem, target, tables, key.specialization, generated=generated) for key in passes
-    )
 
 
 def _of_peer(bound: BoundRequest, selections: Sequence[Selection]) -> tuple[Backend, str] | None:
@@ -308,10 +303,11 @@ def copy_words(flags: Iterable[bool]) -> str:
 
 def selection_source(selection: Selection) -> str:
     """Returns the reason for a generated kernel as one clause."""
+    if selection.source == "estimated":
+        return _forecast_in_words(selection)
     where = {
         "database": "it is selected in the user's database",
         "shipped": "it is selected in the table that ships for this GPU",
-        "estimated": _forecast_in_words(selection),
         "default": "nothing alike is tuned for this GPU, so its family's default config serves",
     }
     return where[selection.source]
@@ -358,7 +354,9 @@ def choose_over(
     if known is None:
         return _interpreted(passes)
     target, tables = known
-    selections = _selected(passes, target, tables, generated=True)
+    selections = tuple(
+        select(key.problem, target, tables, key.specialization, generated=True) for key in passes
+    )
     if usual is not None and not beats(selections, usual, sharing):
         return None
     if any(is_untrusted(selection, passes[0].problem) for selection in selections):
