@@ -3,10 +3,8 @@
 One decision for both passes of a differentiable request keeps them consistent: all passes have one backend.
 """
 
-from __future__ import annotations
-
 import enum
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -14,9 +12,11 @@ from flashtune.core.errors import ProblemError
 from flashtune.core.features.records import TENSORS
 from flashtune.core.features.table import TENSOR_INPUTS
 from flashtune.core.kernel import Specialization
-from flashtune.core.problem import Causal
+from flashtune.core.mask_sharing import MaskSharing
+from flashtune.core.problem import Causal, Problem
 from flashtune.core.record import Selection
 from flashtune.core.target import Target, find_target
+from flashtune.dispatch.bound_request import BoundRequest, KernelKey
 from flashtune.dispatch.faster_peers import (
     UNFUSED,
     beats,
@@ -28,19 +28,12 @@ from flashtune.dispatch.faster_peers import (
     untimed_peer,
 )
 from flashtune.dispatch.lookup import default_selection, select, without_kernels
-from flashtune.dispatch.masked_sdpa import is_masked, known_refusal, sdpa_allowed
+from flashtune.dispatch.masked_sdpa import is_masked, sdpa_allowed
 from flashtune.dispatch.sdpa import has_hidden_keys
 from flashtune.dispatch.sdpa_times import EFFICIENT, MATH, related_peers
-from flashtune.dispatch.tables import Tables, tuned_records
+from flashtune.dispatch.tables import Tables
 from flashtune.launch.compilation import interpreting
 from flashtune.request.request import Prefer, Request
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from flashtune.core.mask_sharing import MaskSharing
-    from flashtune.core.problem import Problem
-    from flashtune.dispatch.bound_request import BoundRequest, KernelKey
 
 # The target for which the interpreter's default configs are made: small tiles and no TMA.
 INTERPRETED_TARGET = "nvidia-l4"
@@ -70,7 +63,7 @@ class Backend(enum.StrEnum):
 class Decision(msgspec.Struct, frozen=True):
     """The backend of a request and the reason."""
 
-    backend: Backend  # The backend.
+    backend: Backend
     reason: str  # The reason as one clause.
     target: Target | None = None  # The GPU, or None if it does not matter.
     # The record that was found for the request, or None if none was looked up.
@@ -85,7 +78,7 @@ class Decision(msgspec.Struct, frozen=True):
 def choose(bound: BoundRequest) -> tuple[Decision, ...]:
     """Returns the decision for each pass of a request: forward and, if it needs gradients, backward."""
     request = bound.request
-    check_supported(request)
+    check_supported(bound)
     simple = _without_lookup(request)
     if simple is not None:
         return _for_all_passes(request, simple)
@@ -165,7 +158,7 @@ def _of_kernels(bound: BoundRequest) -> tuple[Decision, ...]:
     # A baseline may not be selected if the call returns a log-sum-exp or has features.
     generated = request.prefer is Prefer.GENERATED or request.return_lse or request.needs_grad
     generated = generated or bool(request.problem.features)
-    selections = _selected(bound.passes, target, tuned_records(target.name), generated=generated)
+    selections = _selected(bound.passes, target, bound.records, generated=generated)
     instead = _of_peer(bound, selections)
     if instead is not None:
         backend, reason = instead
@@ -245,8 +238,7 @@ def _passed_over(bound: BoundRequest, selection: Selection, generated: bool) -> 
     """Returns the reason for not using the selection for tensors that all families can address."""
     if msgspec.structs.replace(bound.forward_properties, lse=BEST_TENSORS.lse) == BEST_TENSORS:
         return ""
-    tables = tuned_records(bound.target.name)
-    best = select(bound.request.problem, bound.target, tables, BEST_TENSORS, generated=generated)
+    best = select(bound.request.problem, bound.target, bound.records, BEST_TENSORS, generated=generated)
     if best.record == selection.record:
         return ""
     return f"{best.record.family} would serve but cannot address tensors with such strides or addresses, and "
@@ -287,11 +279,12 @@ def _faster_peer(bound: BoundRequest, selection: Selection) -> str | None:
         if has_hidden_keys(problem):
             # SDPA does not get them.
             problem = msgspec.structs.replace(problem, seqlen_kv=problem.seqlen_q)
-            selection = select(problem, target, tuned_records(target.name), BEST_TENSORS, generated=True)
+            selection = select(problem, target, bound.records, BEST_TENSORS, generated=True)
         backend = bound.sdpa_backend
     elif sdpa_allowed(request) and bound.side.bias is not None:
         backend = bound.sdpa_backend
-        if known_refusal(request, backend, *bound.views, bound.side.bias) is not None:
+        trials = bound.platform.mask_trials
+        if trials.known_refusal(request, backend, *bound.views, bound.side.bias) is not None:
             backend = None
     if is_untrusted(selection, problem) and (backend is not None or not problem.features):
         return untimed_peer((selection,), problem, backend, target)
@@ -299,7 +292,7 @@ def _faster_peer(bound: BoundRequest, selection: Selection) -> str | None:
     if more_ms and problem.seqlen_kv <= FEW_KEYS:
         backend = None
     if backend is not None and selection.measured.measurement is None and problem.features:
-        expected = related_peers(problem, tuned_records(target.name).effective(), target)
+        expected = related_peers(problem, bound.records.effective(), target)
         times = {peer.name: peer.ms + more_ms for peer in expected}
         if is_slow_default(selection, problem, times, backend, target):
             return backend
@@ -315,7 +308,7 @@ def _faster_peer_of_pair(bound: BoundRequest, forward: Selection, backward: Sele
     is_untimed = any(selection.measured.measurement is None for selection in passes)
     if has_hidden_keys(problem) and not problem.features:
         # SDPA does not get these keys. Times are those of problems without them.
-        tables, length = tuned_records(target.name), problem.seqlen_q
+        tables, length = bound.records, problem.seqlen_q
         seen = [msgspec.structs.replace(one, seqlen_kv=length) for one in (problem, bound.request.backward)]
         forward, backward = (select(one, target, tables, BEST_TENSORS, generated=True) for one in seen)
         passes = forward, backward
@@ -351,9 +344,10 @@ def _forecast_in_words(selection: Selection) -> str:
     )
 
 
-def check_supported(request: Request) -> None:
+def check_supported(bound: BoundRequest) -> None:
     """Checks that some backend supports the device of the tensors and, if needed, their gradients."""
-    check_device(request)
+    request = bound.request
+    check_device(bound)
     if not request.needs_grad:
         return
     problem = request.problem
@@ -369,9 +363,10 @@ def check_supported(request: Request) -> None:
         )
 
 
-def check_device(request: Request) -> None:
+def check_device(bound: BoundRequest) -> None:
     """Checks that some backend supports the device of the tensors, and raises ProblemError if not."""
-    if request.device.type in ("cuda", "meta") or request.is_double:
+    request = bound.request
+    if request.is_double or bound.platform.has_kernels(request.device):
         return
     if request.problem.dtype.is_quantized:
         raise ProblemError(

@@ -102,12 +102,8 @@ def is_slow_default(
 ) -> bool:
     """Whether SDPA is expected to be faster than a masked kernel of which no shape alike was timed.
 
-    Args:
-        selection: The default config of a family.
-        problem: The problem. It has a bias or a mask.
-        peers: Expected times of SDPA's backends in ms, by name.
-        usual_sdpa: The backend that SDPA selects.
-        target: The GPU.
+    `selection` is the default config of a family; the problem has a bias or a mask. `peers` are expected
+    times of SDPA's backends in ms, by name. `usual_sdpa` is the backend that SDPA selects.
     """
     config, family = selection.record.config, find_family(selection.record.family)
     if config is None or problem.seqlen_q <= FEW_QUERIES:
@@ -149,10 +145,10 @@ def beats(passes: Sequence[Selection], baseline: str, sharing: MaskSharing | Non
 
     False if a time is not known. `sharing` is how the call's mask is shared.
     """
-    known = [_times(selection, sharing) for selection in passes]
-    return all(times is not None and baseline in times.peers for times in known) and sum(
-        times.peers[baseline] for times in known if times is not None
-    ) >= (1 + NOISE) * sum(times.ms for times in known if times is not None)
+    all_times = [_times(selection, sharing) for selection in passes]
+    return all(times is not None and baseline in times.peers for times in all_times) and sum(
+        times.peers[baseline] for times in all_times if times is not None
+    ) >= (1 + NOISE) * sum(times.ms for times in all_times if times is not None)
 
 
 def shared_time(record: Record, sharing: MaskSharing | None) -> SharedTime | None:
@@ -160,7 +156,7 @@ def shared_time(record: Record, sharing: MaskSharing | None) -> SharedTime | Non
     if sharing is None or record.measurement is None:
         return None
     way = nearest_way(record.problem, sharing.dimensions)
-    return next((one for one in record.measurement.shared or () if one.sharing is way), None)
+    return next((time for time in record.measurement.shared or () if time.sharing is way), None)
 
 
 class _Times(NamedTuple):
@@ -216,20 +212,20 @@ def _forecast_margin(passes: Sequence[_Times | None], problem: Problem, ms: floa
 def _fastest_baseline(
     passes: Sequence[_Times | None], problem: Problem, usual_sdpa: str | None, more_ms: float = 0.0
 ) -> str | None:
-    known = [times for times in passes if times is not None]
-    if len(known) < len(passes):
+    present = [times for times in passes if times is not None]
+    if len(present) < len(passes):
         return None
-    ms = sum(times.ms for times in known)
-    is_forecast = any(times.is_forecast for times in known)
+    ms = sum(times.ms for times in present)
+    is_forecast = any(times.is_forecast for times in present)
     margin = _forecast_margin(passes, problem, ms) if is_forecast else NOISE
     limits = {usual_sdpa or "": ms * (1 + margin)}
-    if score_bytes(problem) <= min(times.scores for times in known):
+    if score_bytes(problem) <= min(times.scores for times in present):
         limits[UNFUSED] = ms * (1 - (FORECAST_NOISE if is_forecast else NOISE))
-    taken = {name: sum(times.peers.get(name, math.inf) for times in known) for name in limits}
+    taken = {name: sum(times.peers.get(name, math.inf) for times in present) for name in limits}
     taken[usual_sdpa or ""] += more_ms
-    if UNFUSED in limits and len(known) > 1 and problem.bias is Bias.ADDITIVE:
+    if UNFUSED in limits and len(present) > 1 and problem.bias is Bias.ADDITIVE:
         # Kernels for gradients with a bias may take longer than the launches of the unfused computation.
-        share = [times.unfused_ms * score_bytes(problem) / times.scores for times in known]
+        share = [times.unfused_ms * score_bytes(problem) / times.scores for times in present]
         taken[UNFUSED] = min(taken[UNFUSED], sum(UNFUSED_LAUNCHES_MS + ms for ms in share))
     return min(
         (name for name in limits if taken[name] < limits[name]), key=lambda name: taken[name], default=None

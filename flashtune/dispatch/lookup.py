@@ -71,9 +71,9 @@ def select(
         return unsupported_reason(find_family(record.family), problem, target, specialization) is None
 
     for same in same_computation(problem):
-        found = tables.find(same.key, serves)
-        if found is not None:
-            source, record = found
+        entry = tables.find(same.key, serves)
+        if entry is not None:
+            source, record = entry
             return Selection(
                 record=record, standing=_standing(record, VerificationStatus.TIMED), source=source
             )
@@ -97,7 +97,7 @@ def _is_new_phase(problem: Problem, record: Record, why: TransferEstimate) -> bo
     nearest = why.nearest.problem
     if problem.seqlen_q > FEW_QUERIES and record.family == DECODING_FAMILY:
         return False
-    few = [one.seqlen_q <= FEW_QUERIES for one in (problem, nearest)]
+    few = [shape.seqlen_q <= FEW_QUERIES for shape in (problem, nearest)]
     return few[0] != few[1] and is_far(nearest, problem)
 
 
@@ -190,8 +190,8 @@ def _default_rank(family: Family, problem: Problem, target: Target) -> tuple[boo
         return False, -1, family.name
     if family.name == FLOAT32_BACKWARD and problem.dtype.is_float32:
         return False, -1, family.name
-    known = family.name in DEFAULT_FAMILIES
-    return not known, DEFAULT_FAMILIES.index(family.name) if known else 0, family.name
+    listed = family.name in DEFAULT_FAMILIES
+    return not listed, DEFAULT_FAMILIES.index(family.name) if listed else 0, family.name
 
 
 def _splits_pay(problem: Problem, target: Target) -> bool:

@@ -40,7 +40,9 @@ def has_known_results(name: str) -> bool:
     if name not in (CUDNN_FORWARD, CudnnForwardInto.name, CudnnBackward.name):
         return True
     forward = getattr(torch.ops.aten, CUDNN_FORWARD, None)
-    return forward is not None and any(one.name == "block_table" for one in forward.default._schema.arguments)
+    return forward is not None and any(
+        argument.name == "block_table" for argument in forward.default._schema.arguments
+    )
 
 
 class ReadCalls:
@@ -247,22 +249,24 @@ def _reading(
         layout = _layout(q)
         if table is not None or not layout:
             return None  # without a layout the output would have other strides
-        usual = USUAL
-        found = Options(layout=layout, kv_layout="bshd", **mask)
+        baseline = USUAL
+        call_options = Options(layout=layout, kv_layout="bshd", **mask)
         q = _in_layout(q, layout)
     else:
         if not is_dense(q, (0, 1)):
             return None  # the output would have other strides
-        usual = None
+        baseline = None
         if table is not None and lengths is not None:
             side = ExtraInputs(cu_seqlens_q=starts_q, seqlens_kv=lengths, block_table=table)
-            found = Options(layout="thd", kv_layout="bshd", max_seqlen_q=max_q, **mask)
+            call_options = Options(layout="thd", kv_layout="bshd", max_seqlen_q=max_q, **mask)
         elif table is None and lengths is None and starts_k is not None:
             side = ExtraInputs(cu_seqlens_q=starts_q, cu_seqlens_kv=starts_k)
-            found = Options(layout="thd", kv_layout="thd", max_seqlen_q=max_q, max_seqlen_k=max_k, **mask)
+            call_options = Options(
+                layout="thd", kv_layout="thd", max_seqlen_q=max_q, max_seqlen_k=max_k, **mask
+            )
         else:
             return None
-    return Reading(Call(q, k, v, options.get("scale"), found, side), needs_grad, usual)
+    return Reading(Call(q, k, v, options.get("scale"), call_options, side), needs_grad, baseline)
 
 
 def _bound(size: int | None) -> int | None:

@@ -156,9 +156,9 @@ class ServingBackend:
         sinks: Tensor | None = None,
         **others: object,
     ) -> Tensor:
-        given = sorted(name for name, value in others.items() if value is not None and value is not False)
-        if given:
-            raise NotImplementedError(f"flashtune's attention backend does not take {', '.join(given)}")
+        names = sorted(name for name, value in others.items() if value is not None and value is not False)
+        if names:
+            raise NotImplementedError(f"flashtune's attention backend does not take {', '.join(names)}")
         metadata = self.forward_metadata
         assert metadata is not None
         if save_kv_cache and k is not None:

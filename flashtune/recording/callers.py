@@ -1,27 +1,15 @@
-"""Stores which module of `flashtune.integrations` called, by problem, for explanations."""
-
-from __future__ import annotations
+"""Names the module of `flashtune.integrations` for which a thread calls, for explanations."""
 
 import functools
-import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
-
-from flashtune.core.session import SESSION, keep
-
-if TYPE_CHECKING:
-    from flashtune.core.problem import Problem
+from contextvars import ContextVar
+from typing import ParamSpec, TypeVar
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 
-class _Current(threading.local):
-    name = ""
-
-
-_current = _Current()
-_names: dict[Problem, str] = SESSION.cache("callers")
+_current: ContextVar[str] = ContextVar("caller", default="")
 
 
 def called_by(name: str) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
@@ -30,24 +18,17 @@ def called_by(name: str) -> Callable[[Callable[Parameters, Result]], Callable[Pa
     def decorated(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
         @functools.wraps(function)
         def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-            before, _current.name = _current.name, name
+            before = _current.set(name)
             try:
                 return function(*args, **kwargs)
             finally:
-                _current.name = before
+                _current.reset(before)
 
         return call
 
     return decorated
 
 
-def note_caller(problem: Problem, name: str = "") -> None:
-    """Stores the caller of a problem: `name`, or else the module that this thread calls for, if any."""
-    name = name or _current.name
-    if name:
-        keep(_names, problem, name)
-
-
-def caller_of(problem: Problem) -> str:
-    """Returns the module that last prepared calls of a problem, or an empty text."""
-    return _names.get(problem, "")
+def present_caller() -> str:
+    """Returns the module that this thread calls for, or an empty text."""
+    return _current.get()

@@ -89,7 +89,7 @@ def measurements(draw: st.DrawFn) -> Measurement:
     peers = st.lists(st.builds(PeerTime, TEXT, MILLISECONDS), max_size=3).map(tuple)
     shared = st.lists(
         st.builds(SharedTime, st.sampled_from(MaskSharing), MILLISECONDS, peers),
-        unique_by=lambda one: one.sharing,
+        unique_by=lambda time: time.sharing,
     ).map(tuple)
     samples, throttled = draw(st.integers(1, 2**31 - 1)), draw(st.booleans())
     return Measurement(ms, p20, p80, samples, throttled, draw(peers), draw(st.just(msgspec.UNSET) | shared))

@@ -50,8 +50,8 @@ def test_a_library_that_does_not_import_is_named(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_module_that_a_newer_version_lacks_is_named() -> None:
-    found = metadata.version("msgspec")
-    says = f"^msgspec {found} has no msgspec.gone: install msgspec 0.1 or a newer flashtune$"
+    version = metadata.version("msgspec")
+    says = f"^msgspec {version} has no msgspec.gone: install msgspec 0.1 or a newer flashtune$"
     with pytest.raises(UsageError, match=says):
         host_library("msgspec.gone", "0.1")
     with pytest.raises(UsageError, match=says):

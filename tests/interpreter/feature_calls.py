@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 import flashtune
-from flashtune.core.session import SESSION
 from flashtune.launch.compilation import interpreting
 from flashtune.request.call import dense_call, paged_call, varlen_call
+from flashtune.runtime.session import SESSION
 from tests.problems.features import KEYS, QUERIES, agrees, starts
+from tests.support.runtime import forget_all
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 32
 
@@ -19,7 +20,7 @@ HEADS, KV_HEADS, WIDTH = 4, 2, 32
 @pytest.fixture(autouse=True)
 def fresh_runtime() -> Iterator[None]:
     assert interpreting()
-    SESSION.reset()
+    forget_all()
     torch.manual_seed(0)
     yield
     SESSION.forget()

@@ -148,3 +148,30 @@ TUNED = {
     "decode window": f"{D256},seqlen_q=1,seqlen_kv=8192,batch=16,window=4095,softcap,page_size=16",
     "latent": f"{LATENT},seqlen_q=1,seqlen_kv=4096,causal,batch=2,page_size=64",
 }
+
+# Of both passes, verified in plain torch with blocks of 16.
+PLAIN_MASKS: dict[str, Fields] = {
+    "window": {"window_left": 24},
+    "window of both sides": {"window_left": 7, "window_right": 12, "causal": Causal.NONE},
+    "window aligned top-left": {"window_left": 40, "causal": Causal.TOP_LEFT},
+    "window of one key": {"window_left": 0},
+    "first tokens": {"window_left": 20, "sink_tokens": 3},
+    "chunk": {"chunk": 32},
+    "chunk both ways": {"chunk": 24, "causal": Causal.NONE},
+    "chunk and first tokens": {"chunk": 32, "sink_tokens": 5, "window_left": 20},
+    "prefix": {"prefix": True},
+    "prefix and window": {"prefix": True, "window_left": 16},
+    "softcap": {"softcap": True},
+    "alibi": {"alibi": True},
+    "alibi both ways": {"alibi": True, "causal": Causal.NONE},
+    "bias": {"bias": Bias.ADDITIVE, "causal": Causal.NONE},
+    "bias under a cap": {"bias": Bias.ADDITIVE, "softcap": True},
+    "mask": {"bias": Bias.BOOLEAN},
+    "sinks": {"sinks": True},
+    "sinks, cap, window": {"sinks": True, "softcap": True, "window_left": 20},
+    "packed": {"packed": 1000},
+    "packed both ways": {"packed": 1000, "causal": Causal.NONE},
+    "packed window": {"packed": 1000, "window_left": 12, "alibi": True},
+    "packed with lengths": {"packed": 1000, "kv_lengths": True},
+    "lengths": {"kv_lengths": True},
+}

@@ -47,8 +47,8 @@ def changed(*pairs: tuple[str, str], kernel: Kernel = TODAY) -> Kernel:
 def renamed(kernel: Kernel = TODAY) -> Kernel:
     """Other names of variables and of an argument: the same machine code."""
     arguments = [*kernel.arguments]
-    place = [argument.name for argument in arguments].index("group_size")
-    arguments[place] = msgspec.structs.replace(arguments[place], name="heads_per_kv")
+    index = [argument.name for argument in arguments].index("group_size")
+    arguments[index] = msgspec.structs.replace(arguments[index], name="heads_per_kv")
     kernel = msgspec.structs.replace(kernel, arguments=tuple(arguments))
     return changed(("running_max", "row_max"), ("group_size", "heads_per_kv"), kernel=kernel)
 
@@ -156,7 +156,7 @@ def test_swapped_gradients_are_a_difference() -> None:
     config = family.default(problem, TARGET)
     kernel = render(family, problem, config, Specialization())
     arguments = list(kernel.arguments)
-    places = [[one.name for one in arguments].index(name) for name in ("dk", "dv")]
+    places = [[argument.name for argument in arguments].index(name) for name in ("dk", "dv")]
     arguments[places[0]], arguments[places[1]] = arguments[places[1]], arguments[places[0]]
     other = msgspec.structs.replace(kernel, arguments=tuple(arguments))
     assert "bound to" in difference(other, kernel, problem, config, TARGET)
@@ -168,7 +168,7 @@ def test_each_problem_of_a_kernel_is_compared(turned: bool, cache: Path) -> None
     keep(other, cache)
     large = msgspec.structs.replace(PROBLEM, seqlen_q=8192, seqlen_kv=8192)
     records = [record_of(other), msgspec.structs.replace(record_of(other), problem=large)]
-    fates = [one.fate for one in restamp(records[::-1] if turned else records)]
+    fates = [outcome.fate for outcome in restamp(records[::-1] if turned else records)]
     assert fates == ([Fate.CHANGED, Fate.CARRIED] if turned else [Fate.CARRIED, Fate.CHANGED])
 
 
@@ -231,10 +231,10 @@ def test_all_evidence_is_moved_if_the_kernel_is_equal(tmp_path: Path) -> None:
         target=TARGET.name, records=(record,), receipts=receipts, times=(time_of(record, OTHER_TRITON),)
     )
     done = restamped(tmp_path / "table.json", table)
-    assert {one.digest for one in done.receipts} == {TODAY.digest, digest}
-    versions = [one.versions for one in done.receipts] + [one.versions for one in done.times]
-    assert {one.template for one in versions} == {current_versions(FAMILY.name).template}
-    assert {one.triton for one in versions} == {"99.0"}
+    assert {receipt.digest for receipt in done.receipts} == {TODAY.digest, digest}
+    versions = [receipt.versions for receipt in done.receipts] + [time.versions for time in done.times]
+    assert {version.template for version in versions} == {current_versions(FAMILY.name).template}
+    assert {version.triton for version in versions} == {"99.0"}
 
 
 def test_receipt_is_not_moved_while_a_record_needs_it(tmp_path: Path, cache: Path) -> None:
@@ -245,8 +245,8 @@ def test_receipt_is_not_moved_while_a_record_needs_it(tmp_path: Path, cache: Pat
     receipt = check_of(other.digest, msgspec.structs.replace(VERSIONS, driver="999.1"))
     table = TunedTable(target=TARGET.name, records=(record_of(other), slow), receipts=(receipt,))
     done = restamped(tmp_path / "table.json", table)
-    assert {one.kernel for one in done.records} == {TODAY.digest, other.digest}
-    assert {one.digest for one in done.receipts} == {TODAY.digest, other.digest}
+    assert {record.kernel for record in done.records} == {TODAY.digest, other.digest}
+    assert {moved.digest for moved in done.receipts} == {TODAY.digest, other.digest}
 
 
 @pytest.mark.parametrize("kind", ["fifo", "large", "writable by others"])

@@ -1,5 +1,6 @@
 """Records as a search stores them."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,11 @@ def measured(ms: float, peers: dict[str, float] | None = None) -> Measurement:
     return Measurement(ms, ms * 0.99, ms * 1.01, 11, peers=times)
 
 
+@functools.cache
+def digest_of_kernel(family: str, problem: Problem, config: Config, specialization: Specialization) -> str:
+    return render(find_family(family), problem, config, specialization).digest
+
+
 def make_record(
     problem: Problem | str = PROBLEM,
     ms: float | None = 1.0,
@@ -62,7 +68,7 @@ def make_record(
     if generated and not isinstance(config, Config):
         config = change_config(find_family(family).default(problem, find_target(target)), config)
     if isinstance(config, Config) and "kernel" not in changes:
-        changes["kernel"] = render(find_family(family), problem, config, specialization).digest
+        changes["kernel"] = digest_of_kernel(family, problem, config, specialization)
     record = Record(
         problem=problem,
         target=target,
@@ -73,7 +79,7 @@ def make_record(
         outcome=Outcome.OK,
         provenance=Provenance.MEASURED,
         versions=current_versions(family if generated else "forward_q_outer"),
-        verdict=VERDICT,
+        verdict=msgspec.structs.replace(VERDICT, device=target.replace("-", " ").upper()),
         measurement=None if ms is None else measured(ms, peers),
     )
     return msgspec.structs.replace(record, **changes)

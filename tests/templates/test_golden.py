@@ -54,7 +54,7 @@ COMPILED = [
 ]
 
 
-@pytest.fixture(params=COMBINATIONS)
+@pytest.fixture(params=COMBINATIONS, scope="module")
 def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -119,8 +119,7 @@ def test_comments_are_above_code(rendered: str) -> None:
 
 @pytest.mark.parametrize("rendered", HOPPER_BACKWARD)
 def test_arguments_match_the_functions_of_the_hopper_gradient(rendered: str) -> None:
-    kernel = rendered_kernel(rendered)
-    by_name = functions(kernel.source)
+    kernel, by_name = rendered_kernel(rendered), functions(rendered)
     plans = {"launch_plan", "prologue_plan", "epilogue_plan"}
     assert plans | {"descriptors", "attention_backward"} <= by_name.keys()
     for part in kernel.parts:
@@ -131,21 +130,27 @@ def test_arguments_match_the_functions_of_the_hopper_gradient(rendered: str) -> 
 @pytest.mark.slow
 def test_functions_have_no_unused_names(name: str) -> None:
     kernel = rendered_kernel(name)
-    for function in functions(kernel.source).values():
+    for function in functions(name).values():
         names = [node for node in ast.walk(function) if isinstance(node, ast.Name)]
         read = {node.id for node in names if isinstance(node.ctx, ast.Load)}
         unused = {node.id for node in names if isinstance(node.ctx, ast.Store)} - read
         assert unused - {"_"} - (SPARE if kernel.family == HOPPER else set()) == set()
 
 
-def functions(source: str) -> dict[str, ast.FunctionDef]:
-    return {node.name: node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
+# Tests of one kernel follow each other.
+@functools.lru_cache(maxsize=1)
+def tree_of(name: str) -> ast.Module:
+    return ast.parse(rendered_kernel(name).source)
+
+
+def functions(name: str) -> dict[str, ast.FunctionDef]:
+    return {node.name: node for node in tree_of(name).body if isinstance(node, ast.FunctionDef)}
 
 
 @pytest.mark.slow
 def test_all_families_take_tensors_and_scale_in_the_same_order(name: str) -> None:
     """Kernel packages call the files of all families alike."""
-    by_name = functions(rendered_kernel(name).source)
+    by_name = functions(name)
     order = ["q", "k", "v", "scale"] if "attention" in by_name else [*"qkv", "out", "lse", "dout", "scale"]
     order += ["q_scale", "k_scale", "v_scale"] if COMBINATIONS[name].dtype == "e4m3" else []
     (entry,) = (by_name[wrapper] for wrapper in ("attention", "attention_backward") if wrapper in by_name)
@@ -155,7 +160,7 @@ def test_all_families_take_tensors_and_scale_in_the_same_order(name: str) -> Non
 @pytest.mark.slow
 def test_header_describes_the_kernel(name: str) -> None:
     kernel = rendered_kernel(name)
-    header = ast.get_docstring(ast.parse(kernel.source)) or ""
+    header = ast.get_docstring(tree_of(name)) or ""
     chosen = COMBINATIONS[name]
     widths = "head dim {}, value head dim {}".format(*chosen.widths)
     assert f"{chosen.dtype}, {widths}, causal: {chosen.causal}" in header
@@ -171,7 +176,7 @@ def test_header_describes_the_kernel(name: str) -> None:
 
 @pytest.mark.slow
 def test_kernels_import_only_torch_and_triton(name: str) -> None:
-    tree = ast.parse(rendered_kernel(name).source)
+    tree = tree_of(name)
     imported = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
     sources = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     if name.startswith("hopper"):
@@ -190,7 +195,7 @@ def test_kernels_import_only_torch_and_triton(name: str) -> None:
 @pytest.mark.slow
 def test_arguments_match_the_function(name: str) -> None:
     kernel = rendered_kernel(name)
-    by_name = functions(kernel.source)
+    by_name = functions(name)
     backward = kernel.family.startswith("backward")
     usable = {kernel.entry, "launch_plan", "attention_backward" if backward else "attention"}
     if kernel.prologue is not None and not kernel.takes_descriptors:

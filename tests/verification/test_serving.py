@@ -11,7 +11,7 @@ from flashtune import testing
 from flashtune.core.config import Config
 from flashtune.core.features.records import ExtraInputs
 from flashtune.core.kernel import Alignment, Specialization
-from flashtune.core.problem import Bias, Causal, Dtype, KvDtype, KvScale, Problem
+from flashtune.core.problem import Causal, Dtype, KvDtype, KvScale, Problem
 from flashtune.core.target import find_target
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
@@ -19,6 +19,7 @@ from flashtune.verification import comparison
 from flashtune.verification.cases import Case, Level, companions
 from flashtune.verification.inputs.placement import missing, pick
 from flashtune.verification.inputs.prepared import prepare
+from tests.problems.kernel_cases import PLAIN_MASKS
 from tests.problems.plain_masks import plain_attention
 from tests.verification.plain_kernel import DecodingConfig, PlainConfig, attend, changed
 
@@ -59,50 +60,29 @@ def found(monkeypatch: pytest.MonkeyPatch, case: Case, mistake: Mistake) -> list
 
     def bind(*_: object, **__: object) -> Callable[..., None]:
         def launch(tensors: Any, scale: float, side: ExtraInputs) -> None:
-            given = [*tensors, scale]
-            attend(*_seen_messages(mistake, case.problem, side, given))
+            arguments = [*tensors, scale]
+            attend(*_seen_messages(mistake, case.problem, side, arguments))
 
         return launch
 
     monkeypatch.setattr(comparison, "bind", bind)
     pass_ = comparison.forward_pass(KERNEL, case, prepared)
     return [
-        f"{one.what} {one.figure.item():.3g}"
-        for one in comparison.launch_findings(KERNEL, None, case, pass_, H200, 0)
-        if not one.holds()
+        f"{finding.what} {finding.figure.item():.3g}"
+        for finding in comparison.launch_findings(KERNEL, None, case, pass_, H200, 0)
+        if not finding.holds()
     ]
 
 
 def _seen_messages(
-    mistake: Mistake, problem: Problem, side: ExtraInputs, given: list[Any]
+    mistake: Mistake, problem: Problem, side: ExtraInputs, arguments: list[Any]
 ) -> tuple[Any, ...]:
     mistaken, extra_inputs = mistake(problem, side)
-    return (mistaken, *given, extra_inputs)
+    return (mistaken, *arguments, extra_inputs)
 
 
 MASKS: dict[str, dict[str, Any]] = {
-    "window": {"window_left": 24},
-    "window of both sides": {"window_left": 7, "window_right": 12, "causal": Causal.NONE},
-    "window aligned top-left": {"window_left": 40, "causal": Causal.TOP_LEFT},
-    "window of one key": {"window_left": 0},
-    "first tokens": {"window_left": 20, "sink_tokens": 3},
-    "chunk": {"chunk": 32},
-    "chunk both ways": {"chunk": 24, "causal": Causal.NONE},
-    "chunk and first tokens": {"chunk": 32, "sink_tokens": 5, "window_left": 20},
-    "prefix": {"prefix": True},
-    "prefix and window": {"prefix": True, "window_left": 16},
-    "softcap": {"softcap": True},
-    "alibi": {"alibi": True},
-    "alibi both ways": {"alibi": True, "causal": Causal.NONE},
-    "bias": {"bias": Bias.ADDITIVE, "causal": Causal.NONE},
-    "mask": {"bias": Bias.BOOLEAN},
-    "sinks": {"sinks": True},
-    "sinks, cap, window": {"sinks": True, "softcap": True, "window_left": 20},
-    "packed": {"packed": 1000},
-    "packed both ways": {"packed": 1000, "causal": Causal.NONE},
-    "packed window": {"packed": 1000, "window_left": 12, "alibi": True},
-    "packed with lengths": {"packed": 1000, "kv_lengths": True},
-    "lengths": {"kv_lengths": True},
+    **PLAIN_MASKS,
     "pages": {"page_size": 16},
     "packed pages": {"page_size": 32, "packed": 1000, "window_left": 20},
     "pages of heads' scales": {"page_size": 16, "kv_dtype": KvDtype.INT8, "kv_scale": KvScale.HEAD},

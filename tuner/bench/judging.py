@@ -1,7 +1,5 @@
 """Compares outputs with the float64 reference, for any memory layout of the inputs."""
 
-from __future__ import annotations
-
 import functools
 import math
 from typing import NamedTuple

@@ -17,11 +17,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from flashtune.core.session import SESSION
 from flashtune.dispatch import decision
 from flashtune.integrations import operator_overrides
 from flashtune.integrations import torch as integration
-from flashtune.runtime import deferred
+from flashtune.runtime.session import SESSION
 from tests.gpu.calls import forget
 from tests.support.attention_operators import by_definition
 
@@ -87,7 +86,7 @@ def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
         monkeypatch.setattr(integration, f"{way}_override", counted(way))
     with integration.activate():
         yield served
-    deferred.wait()
+    SESSION.wait()
     SESSION.forget()
 
 
@@ -125,7 +124,7 @@ def prepared(call: Callable[[], Any]) -> Any:
     """The result of a call whose kernels are prepared, in both passes."""
     for _ in range(2):
         call()
-        assert deferred.wait(300)
+        assert SESSION.wait(300)
     return call()
 
 
@@ -135,10 +134,7 @@ def close(actual: Tensor, want: Tensor, bound: float = BF16_ERROR) -> None:
 
 def reference(inputs: Triple, mask: Tensor | None = None, **options: Any) -> Tensor:
     q, k, v = (tensor.double() for tensor in inputs)
-    bias = mask
-    if mask is not None and mask.dtype is torch.bool:
-        bias = torch.zeros(mask.shape, device="cuda").masked_fill(~mask, -torch.inf)
-    return by_definition(q, k, v, None if bias is None else bias.double(), **options)[0]
+    return by_definition(q, k, v, mask, **options)[0]
 
 
 def both_passes(call: Callable[[], Tensor], inputs: Triple, dout: Tensor) -> tuple[Tensor, ...]:
@@ -406,7 +402,7 @@ def test_new_lengths_never_wait(served: Served) -> None:
         # The worker thread prepares during these calls.
         end = time.monotonic() + PREPARING_SECONDS
         ours["preparing"] = seconds()
-        while not deferred.wait(0) and time.monotonic() < end:
+        while not SESSION.wait(0) and time.monotonic() < end:
             ours["preparing"] = [*map(max, ours["preparing"], seconds())]
         served.clear()
         ours["later"] = seconds()
@@ -510,7 +506,7 @@ def test_compiled_calls_in_cuda_graphs(served: Served) -> None:
     prepared(eager)
     for _ in range(4):
         last = call()
-        deferred.wait()
+        SESSION.wait()
     # Calls that were passed on are not compared. torch 2.11 caches cuDNN's backward graphs without the
     # strides of the output's gradient, so gradients depend on the calls of earlier tests.
     for name, results in {"compiled": last, "eager": eager()}.items():
@@ -543,7 +539,7 @@ def test_preparations_and_captures_at_once(served: Served) -> None:
         prepared(lambda: sdpa(*captured, is_causal=True, enable_gqa=True))
         sdpa(*new, is_causal=True, enable_gqa=True)
         graphs = 0
-        while not deferred.wait(0) or not graphs:
+        while not SESSION.wait(0) or not graphs:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 out = sdpa(*captured, is_causal=True, enable_gqa=True)
@@ -551,7 +547,7 @@ def test_preparations_and_captures_at_once(served: Served) -> None:
             close(out, reference(captured, causal=True))
             graphs += 1
         sdpa(*new, is_causal=True, enable_gqa=True)
-        deferred.wait()
+        SESSION.wait()
         served.clear()
         close(sdpa(*new, is_causal=True, enable_gqa=True), reference(new, causal=True))
         assert served.passes["forward"] == 1
@@ -589,7 +585,7 @@ def test_transforms_do_what_they_do_with_torch(served: Served, kind: str) -> Non
     call = transformed(tensors())[kind]
     for _ in range(3):
         result = outcome(call)
-        deferred.wait()
+        SESSION.wait()
     with integration.disabled():
         want = outcome(call)
     assert type(result) is type(want)

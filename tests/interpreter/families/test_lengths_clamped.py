@@ -11,6 +11,7 @@ import torch
 from flashtune.dispatch.bound_request import BoundRequest
 from flashtune.request.call import Call, dense_call, paged_call
 from flashtune.request.request import Result
+from flashtune.runtime.kernel_loader import KernelLoader
 from flashtune.runtime.prepare import prepare
 from tests.interpreter import feature_calls
 from tests.interpreter.feature_calls import HEADS, KV_HEADS, WIDTH
@@ -24,7 +25,7 @@ INT = torch.int32
 
 
 def unchecked(call: Call, needs_grad: bool = False) -> Result:
-    server = prepare(BoundRequest.of(call, needs_grad))
+    server = prepare(BoundRequest.of(call, needs_grad), KernelLoader())
     return server(call.q, call.k, call.v, call.scale, call.side)
 
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashtune.core.session import SESSION
 from flashtune.integrations import torch as integration
-from flashtune.runtime import deferred
+from flashtune.runtime.session import SESSION
 from tests.support.attention_operators import CUDNN, Originals, registered
 from tests.support.models import diffusers_models
+from tests.support.runtime import forget_all
 
 diffusers = pytest.importorskip("diffusers", minversion="0.42")
 pytestmark = pytest.mark.filterwarnings("error::flashtune.FlashtuneWarning")
@@ -21,7 +21,7 @@ functional = torch.nn.functional
 @pytest.fixture
 def originals(monkeypatch: pytest.MonkeyPatch) -> Iterator[Originals]:
     """Torch's operators on the CPU, which SDPA calls as on a GPU, with flashtune active over them."""
-    SESSION.reset()
+    forget_all()
     monkeypatch.setattr(integration, "KEY", "CPU")
 
     def sdpa(
@@ -44,7 +44,7 @@ def originals(monkeypatch: pytest.MonkeyPatch) -> Iterator[Originals]:
     with registered() as operators, integration.activate():
         monkeypatch.setattr(functional, "scaled_dot_product_attention", sdpa)
         yield operators
-    deferred.wait()
+    SESSION.wait()
     SESSION.forget()
 
 
@@ -54,10 +54,10 @@ def test_attention_of_models_is_served(name: str, originals: Originals) -> None:
     want = diffusers_models.output(model)
     calls = originals.calls[CUDNN]
     assert calls, "torch serves until kernels are prepared"
-    deferred.wait()
+    SESSION.wait()
     for _ in range(2):
         out = diffusers_models.output(model)
-        deferred.wait()
+        SESSION.wait()
     assert originals.calls[CUDNN] == calls
     torch.testing.assert_close(out, want, atol=1e-5, rtol=1e-5)
 
@@ -67,7 +67,7 @@ def test_pipelines_are_served(originals: Originals) -> None:
     with integration.disabled():
         want = diffusers_models.output(pipeline)
     diffusers_models.output(pipeline)
-    deferred.wait()
+    SESSION.wait()
     calls = originals.calls[CUDNN]
     out = diffusers_models.output(pipeline)
     assert originals.calls[CUDNN] == calls

@@ -10,7 +10,6 @@ from flashtune.core.errors import ProblemError
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Causal, Dtype, Problem
 from flashtune.core.record import Outcome, Provenance, Record, Selection, Verdict, VerificationStatus
-from flashtune.core.session import SESSION
 from flashtune.core.target import Target, find_target
 from flashtune.db.eligibility import by_problem
 from flashtune.dispatch.bound_request import BoundRequest
@@ -22,6 +21,7 @@ from flashtune.dispatch.nearest import distance, is_far, nearest_record, same_co
 from flashtune.dispatch.tables import Tables, _may_serve, table_hash, tuned_records
 from flashtune.request.call import dense_call
 from flashtune.templates.registry import find_family
+from tests.support.runtime import forget_all
 
 TARGET = find_target("h200")
 Make = Callable[..., Record]
@@ -137,10 +137,10 @@ def test_masks_with_equal_diagonals_share_records(problem: Problem, make_record:
 def test_equivalent_problems_have_equal_masks(
     problem: Problem, seqlen_q: int, seqlen_kv: int, causal: Causal
 ) -> None:
-    def seen(one: Problem) -> list[int]:
-        if one.causal is Causal.NONE:
+    def seen(masked: Problem) -> list[int]:
+        if masked.causal is Causal.NONE:
             return [seqlen_kv] * seqlen_q
-        return [max(0, min(row + one.diagonal + 1, seqlen_kv)) for row in range(seqlen_q)]
+        return [max(0, min(row + masked.diagonal + 1, seqlen_kv)) for row in range(seqlen_q)]
 
     posed = resized(problem, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, causal=causal)
     same = same_computation(posed)
@@ -206,7 +206,7 @@ def test_table_hash_covers_records_of_dispatch(problem: Problem, make_record: Ma
     with open_store() as store:
         store.pin(store.add(make_record(problem, target="nobodys-gpu")))
     assert table_hash("nobodys-gpu") == empty, "a process never changes its mind"
-    SESSION.reset()
+    forget_all()
     tuned = table_hash("nobodys-gpu")
     assert tuned != empty
     assert tuned_records("nobodys-gpu").find(problem.key) is not None

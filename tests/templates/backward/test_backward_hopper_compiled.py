@@ -44,7 +44,7 @@ COMPILED = [
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize(("problem", "lse", "spilled"), COMPILED, ids=lambda case: getattr(case, "key", case))
 def test_default_config_has_asynchronous_wgmma(problem: Problem, lse: bool, spilled: int) -> None:
     kernel = kernel_of(problem, Specialization(lse=lse))

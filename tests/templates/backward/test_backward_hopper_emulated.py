@@ -218,6 +218,7 @@ def emulated(
 
 
 @pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("head_dim", "turns"), [(64, False), (64, True), (128, False), (128, True), (256, False)]
 )

@@ -19,6 +19,7 @@ LENGTHS = ((400, 400), (150, 420), (420, 150))
 
 
 @pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize(("causal", "window"), WINDOWS)
 @pytest.mark.parametrize(("head_dim", "deterministic"), [(64, True), (128, False), (256, True)])
 def test_windows(head_dim: int, causal: Causal, window: dict[str, int], deterministic: bool) -> None:
@@ -87,6 +88,7 @@ def test_single_packed_sequence() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize(("head_dim", "deterministic"), [(64, False), (128, True), (256, False)])
 @pytest.mark.parametrize(
     "changes",

@@ -2,34 +2,28 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
-from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Problem
 from flashtune.core.record import (
-    Measurement,
     Outcome,
-    PeerTime,
-    Provenance,
     Record,
     Resources,
-    Verdict,
 )
-from flashtune.core.target import find_target
 from flashtune.db.store import open_store
-from flashtune.dispatch.versions import current_versions
-from flashtune.templates.registry import find_family
-from flashtune.templates.rendering import render
 from flashtune.tuner.cli import main
-from flashtune.tuner.tables.kernel_choice import change_config
 from flashtune.tuner.workloads.shapes import parse_shape
-from flashtune.verification.probes import EVERY_LEVEL
+from tests.support import records
+from tests.support.records import VERDICT
 
 SHAPE = "heads=8,kv_heads=2,seqlen=1024,head_dim=64,dtype=bf16,causal,batch=2"
 
+PEERS = {"sdpa-cudnn": 0.6, "sdpa-flash": 0.9}
+RESOURCES = Resources(sram_bytes=49_152, registers=128)
 Run = Callable[..., Result]
 MakeRecord = Callable[..., Record]
 
@@ -65,40 +59,10 @@ def problem() -> Problem:
 def make_record(problem: Problem) -> MakeRecord:
     """Builds a record like one of a search on an H200."""
 
-    def build(
-        config: str = "",
-        ms: float | None = 0.5,
-        outcome: Outcome = Outcome.OK,
-        of: Problem = problem,
-        target: str = "nvidia-h200",
-        provenance: Provenance = Provenance.MEASURED,
-        message: str = "",
-    ) -> Record:
-        family = find_family("forward_q_outer")
-        chosen = change_config(family.default(of, find_target(target)), config)
-        peers = (PeerTime("sdpa-cudnn", 0.6), PeerTime("sdpa-flash", 0.9))
-        return Record(
-            problem=of,
-            target=target,
-            family=family.name,
-            config=chosen,
-            specialization=Specialization(),
-            kernel=render(family, of, chosen, Specialization()).digest,
-            outcome=outcome,
-            provenance=provenance,
-            versions=current_versions(family.name),
-            resources=Resources(sram_bytes=49_152, registers=128),
-            verdict=Verdict(
-                outcome is Outcome.OK,
-                0.4,
-                12,
-                "",
-                target.replace("-", " ").upper(),
-                probes=tuple(EVERY_LEVEL),
-            ),
-            measurement=Measurement(ms, ms * 0.99, ms * 1.01, 100, peers=peers) if ms else None,
-            message=message,
-        )
+    def build(config: str = "", ms: float | None = 0.5, of: Problem = problem, **changes: Any) -> Record:
+        if changes.get("outcome", Outcome.OK) is not Outcome.OK:
+            changes["verdict"] = msgspec.structs.replace(VERDICT, passed=False)
+        return records.make_record(of, ms, config=config, peers=PEERS, resources=RESOURCES, **changes)
 
     return build
 

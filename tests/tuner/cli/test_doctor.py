@@ -95,10 +95,6 @@ def test_unwritable_cache_is_a_failure(
     assert findings(result)["kernel cache"][0] == "fail"
 
 
-def test_an_unknown_target_is_a_usage_error(run: Run) -> None:
-    assert run("doctor", "--target", "h900").exit_code == 2
-
-
 @pytest.mark.parametrize(
     ("version", "level"),
     [

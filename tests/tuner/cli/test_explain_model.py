@@ -148,25 +148,3 @@ def test_every_line_of_the_plot_has_all_lengths() -> None:
     assert len(plot.data) == 2 * (3 + 2 + 2 + 1)
     assert {tuple(trace.x) for trace in plot.data} == {(1024, 2048, 4096, 8192)}
     assert sum(trace.showlegend for trace in plot.data) == 4
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (("--phase", "decode"), "name them by --model"),
-        (("--phase", "decode", "--model", "gpt2", "--shape", "heads=8,seqlen=64,head_dim=64"), "shapes out"),
-        (("--model", "gpt2", "--plot", "x.html"), "add --phase"),
-        (("--model", "gpt2", "--phase", "decode", "--family", "forward_q_outer"), "whole models"),
-        (("--model", "gpt2", "--phase", "decode", "--seqlen", "none"), "whole numbers"),
-        (("--model", "gpt9", "--phase", "decode"), "there is no model"),
-        (("--model", "bert-base", "--phase", "decode"), "bert-base is an encoder"),
-        (("--model", "gpt2", "--phase", "decode", "--packed"), "--packed is of prompts"),
-        (("--model", "gpt2", "--phase", "prefill", "--page-size", "16"), "add --phase decode"),
-        ((), "no shape given"),
-    ],
-)
-def test_unsupported_arguments_raise_one_sentence(run: Run, options: tuple[str, ...], words: str) -> None:
-    result = run("explain", *options, "--target", "h200")
-    assert result.exit_code == 2
-    assert words in result.stderr
-    assert result.stderr.count("\n") == 1

@@ -5,7 +5,7 @@ import pytest
 
 from flashtune.core.errors import ProblemError
 from flashtune.core.problem import Direction, Problem
-from flashtune.core.record import Outcome, Provenance, Resources
+from flashtune.core.record import Outcome, Resources
 from flashtune.core.target import find_target
 from flashtune.db.store import Store
 from flashtune.templates.registry import find_family
@@ -14,12 +14,12 @@ from flashtune.tuner.binary.resources import read_parts
 from flashtune.tuner.candidates import Candidate, contiguous_specialization, open_spaces
 from flashtune.tuner.execution.backend import SearchWorkers
 from flashtune.tuner.execution.compile_pool import Compiled, compile_candidate
-from flashtune.tuner.execution.evaluation import Evaluation, Predictor
+from flashtune.tuner.execution.evaluation import Evaluation
 from flashtune.tuner.perf_model.prediction import scheduled_ms
 from flashtune.tuner.search.driver import run_search
 from flashtune.tuner.search.request import Budget, SearchRequest, SearchResult
 from flashtune.tuner.search.summary import summary_lines
-from flashtune.tuner.workloads.models import backward_of, forward_of
+from flashtune.tuner.workloads.models import backward_of
 from tests.tuner.search.fakes import KERNEL, FakeCompiler, FakeMeasurer, a_problem, right
 
 H200 = find_target("h200")
@@ -70,36 +70,6 @@ def test_both_passes_of_a_shape_are_stored_separately(store: Store) -> None:
 
 
 @pytest.mark.slow
-def test_backward_search_resumes(store: Store) -> None:
-    first = search(store, BACKWARD, trials=20)
-    again = search(store, BACKWARD, trials=30)
-    assert again.counts.reused == first.counts.tried == 20
-    assert again.counts.tried == 30
-
-
-@pytest.mark.slow
-def test_backward_search_starts_with_configs_of_a_near_shape(store: Store) -> None:
-    search(store, FORWARD)
-    near = search(store, BACKWARD)
-    assert near.best is not None
-    longer = msgspec.structs.replace(BACKWARD, seqlen_q=8192, seqlen_kv=8192)
-    seen = search(store, longer, trials=8)
-    tried = [entry.record.config for entry in store.records(longer, H200.name)]
-    assert near.best.config in tried
-    assert seen.counts.tried == 8
-
-
-@pytest.mark.slow
-def test_backward_search_without_gpu_predicts_times(store: Store) -> None:
-    request = SearchRequest(problem=BACKWARD, target=H200, budget=Budget(3, None, None))
-    equipment = SearchWorkers(FakeCompiler(compiled), Predictor(), 1)
-    result = run_search(request, store, equipment=equipment)
-    assert result.best is not None
-    assert result.best.provenance is Provenance.PREDICTED
-    assert 0.1 < (result.best.ms or 0.0) < 20.0
-
-
-@pytest.mark.slow
 def test_candidate_must_fit_every_kernel_of_the_launch() -> None:
     family = find_family("backward_split")
     config = msgspec.structs.replace(
@@ -115,7 +85,3 @@ def test_candidate_must_fit_every_kernel_of_the_launch() -> None:
     assert compilation.outcome is Outcome.INFEASIBLE
     assert compilation.resources is not None
     assert compilation.resources.sram_bytes == of_queries
-
-
-def test_forward_of_a_backward_problem() -> None:
-    assert forward_of(BACKWARD) == FORWARD

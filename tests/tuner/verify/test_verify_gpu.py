@@ -517,13 +517,6 @@ def test_ended_run_starts_no_checks(machine: Machine, record: Record) -> None:
     assert (report.results, report.missed, machine.checked) == ((), 1, [])
 
 
-@pytest.mark.parametrize("option", ["--time", "--missing"])
-def test_time_and_missing_require_write(option: str) -> None:
-    done = run(option)
-    assert done.exit_code == 2
-    assert "go with --write" in done.output
-
-
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     now = 0.0

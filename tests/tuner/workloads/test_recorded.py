@@ -146,18 +146,3 @@ def test_training_searches_both_passes_of_recorded_calls(
     seen.clear()
     CliRunner().invoke(main, ["search", *options, *recorded])
     assert [(request.problem, request.lse) for request in seen] == [(longest, False), (middle, False)]
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ((), "--shapes-file or --from"),
-        (("--top", "3", "--model", "gpt2"), "name their file with --from"),
-        (("--from", "none.jsonl"), "cannot read the recorded calls none.jsonl"),
-    ],
-)
-def test_invalid_files_raise_one_sentence(options: tuple[str, ...], words: str) -> None:
-    result = CliRunner().invoke(main, ["search", *options, "--target", "h200"], prog_name="flashtune")
-    assert result.exit_code == 2
-    assert words in result.stderr
-    assert result.stderr.count("\n") == 1

@@ -7,7 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashtune.core.problem import Bias, Causal, Dtype, Problem
+from flashtune.core.problem import Bias, Causal, Direction, Dtype, Problem
+from flashtune.core.target import find_target
+from flashtune.templates.family import unsupported_reason
+from flashtune.templates.registry import find_family
 from flashtune.verification.cases import Case, Level, lengths_of
 from flashtune.verification.gradients.cases import companions
 from flashtune.verification.gradients.head_sampling import Pairs, sample_pairs
@@ -16,33 +19,11 @@ from flashtune.verification.gradients.reference import Chosen, expect_gradients
 from flashtune.verification.gradients.scores import BackwardCase
 from flashtune.verification.inputs.side_inputs import make_side
 from flashtune.verification.probes import Probe, make_values
+from tests.gpu.random.random_gradients import feature_sets, subjects, trials
+from tests.problems.kernel_cases import PLAIN_MASKS as MASKS
 from tests.problems.plain_masks import plain_attention
 from tests.verification.gradients.checking import a_problem, failures, found_at, refused
 from tests.verification.gradients.plain_kernel import Hooks, Scores, TwoTiles
-
-MASKS: dict[str, dict[str, Any]] = {
-    "window": {"window_left": 24},
-    "window of both sides": {"window_left": 7, "window_right": 12, "causal": Causal.NONE},
-    "window aligned top-left": {"window_left": 40, "causal": Causal.TOP_LEFT},
-    "first tokens": {"window_left": 20, "sink_tokens": 3},
-    "chunk": {"chunk": 32},
-    "chunk both ways": {"chunk": 24, "causal": Causal.NONE},
-    "prefix": {"prefix": True},
-    "prefix and window": {"prefix": True, "window_left": 16},
-    "softcap": {"softcap": True},
-    "alibi": {"alibi": True},
-    "alibi both ways": {"alibi": True, "causal": Causal.NONE},
-    "bias": {"bias": Bias.ADDITIVE, "causal": Causal.NONE},
-    "bias under a cap": {"bias": Bias.ADDITIVE, "softcap": True},
-    "mask": {"bias": Bias.BOOLEAN},
-    "sinks": {"sinks": True},
-    "sinks, cap, window": {"sinks": True, "softcap": True, "window_left": 20},
-    "packed": {"packed": 1000},
-    "packed both ways": {"packed": 1000, "causal": Causal.NONE},
-    "packed window": {"packed": 1000, "window_left": 12, "alibi": True},
-    "packed with lengths": {"packed": 1000, "kv_lengths": True},
-    "lengths": {"kv_lengths": True},
-}
 
 
 @pytest.mark.slow
@@ -66,7 +47,7 @@ def test_subnormal_probabilities_may_be_flushed(
 
     def found(least: float) -> list[str]:
         def lost(_: str, scores: Scores) -> Scores:
-            return Scores(*(torch.where(scores.weights < least, 0.0, one) for one in scores))
+            return Scores(*(torch.where(scores.weights < least, 0.0, tensor) for tensor in scores))
 
         return failures(found_at(monkeypatch, case, Hooks(scores=lost)))
 
@@ -93,18 +74,18 @@ def test_reference_matches_autograd(name: str) -> None:
             side = side._replace(bias=open_bias)
         dout, dlse = make_dout(case.probe, problem, 16, generator), make_dlse(problem, generator)
         chosen = Chosen(sample_pairs(problem, generator), torch.arange(problem.seqlen_q))
-        given = BackwardCase(q, k, v, dout, dlse, side, case.scale, lengths)
-        expected = expect_gradients(problem, given, chosen)
-        found = differentiated(problem, given, chosen.pairs)
-        assert found.keys() == expected.gradients.keys()
-        for one, tensor in found.items():
-            torch.testing.assert_close(tensor, expected.gradients[one].exact, rtol=1e-8, atol=1e-8)
+        backward_case = BackwardCase(q, k, v, dout, dlse, side, case.scale, lengths)
+        expected = expect_gradients(problem, backward_case, chosen)
+        gradients = differentiated(problem, backward_case, chosen.pairs)
+        assert gradients.keys() == expected.gradients.keys()
+        for key, tensor in gradients.items():
+            torch.testing.assert_close(tensor, expected.gradients[key].exact, rtol=1e-8, atol=1e-8)
 
 
-def differentiated(problem: Problem, given: BackwardCase, pairs: Pairs) -> dict[str, Tensor]:
+def differentiated(problem: Problem, case: BackwardCase, pairs: Pairs) -> dict[str, Tensor]:
     """Gradients by torch's autograd, of attention as another hand wrote it, at some pairs."""
-    side = given.side
-    inputs = {"dq": given.q.double(), "dk": given.k.double(), "dv": given.v.double()}
+    side = case.side
+    inputs = {"dq": case.q.double(), "dk": case.k.double(), "dv": case.v.double()}
     if problem.bias is Bias.ADDITIVE and side.bias is not None:
         inputs["dbias"] = side.bias.double()
         side = side._replace(bias=inputs["dbias"])
@@ -112,16 +93,16 @@ def differentiated(problem: Problem, given: BackwardCase, pairs: Pairs) -> dict[
         inputs["dslopes"] = side.slopes.double()
         side = side._replace(slopes=inputs["dslopes"])
     if problem.kv_lengths:
-        side = side._replace(seqlens_kv=torch.tensor(given.lengths.keys, dtype=torch.int32))
+        side = side._replace(seqlens_kv=torch.tensor(case.lengths.keys, dtype=torch.int32))
     if side.sinks is not None:
         side = side._replace(sinks=side.sinks.double().requires_grad_())
-    for one in inputs.values():
-        one.requires_grad_()
-    out, lse = plain_attention(problem, inputs["dq"], inputs["dk"], inputs["dv"], side, given.scale)
-    assert given.dlse is not None
+    for tensor in inputs.values():
+        tensor.requires_grad_()
+    out, lse = plain_attention(problem, inputs["dq"], inputs["dk"], inputs["dv"], side, case.scale)
+    assert case.dlse is not None
     losses = [
         (of_lse * dlse)[~of_lse.isneginf()].sum() + (of_out * dout).sum()
-        for of_lse, dlse, of_out, dout in zip(lse, given.dlse, out, given.dout, strict=True)
+        for of_lse, dlse, of_out, dout in zip(lse, case.dlse, out, case.dout, strict=True)
     ]
     if side.sinks is not None:
         inputs["dsinks"] = torch.zeros(len(losses), problem.heads, dtype=torch.float64)
@@ -132,12 +113,13 @@ def differentiated(problem: Problem, given: BackwardCase, pairs: Pairs) -> dict[
     batch, heads = pairs.batch[:, None], pairs.heads(problem)
     places: dict[str, tuple[Tensor, Tensor]] = dict.fromkeys(inputs, (batch, heads))
     places |= dict.fromkeys(("dk", "dv"), pairs)
-    found = {}
-    for name, one in inputs.items():
-        assert one.grad is not None
-        found[name] = one.grad[places[name]]
+    gradients = {}
+    for name, tensor in inputs.items():
+        assert tensor.grad is not None
+        gradients[name] = tensor.grad[places[name]]
     return {
-        name: one[..., None] if name in ("dbias", "dslopes", "dsinks") else one for name, one in found.items()
+        name: gradient[..., None] if name in ("dbias", "dslopes", "dsinks") else gradient
+        for name, gradient in gradients.items()
     }
 
 
@@ -205,3 +187,43 @@ MISTAKES: list[tuple[str, str, Hooks]] = [
 )
 def test_single_error_is_refused(monkeypatch: pytest.MonkeyPatch, name: str, hooks: Hooks) -> None:
     assert refused(monkeypatch, a_problem(**MASKS[name]), hooks)
+
+
+H200 = find_target("h200")
+SUBJECTS = list(subjects(1, H200))
+SMALL = 2**18
+
+
+def test_all_supported_features_and_pairs_are_drawn() -> None:
+    drawn = {subject.problem.features for subject in SUBJECTS}
+    absent = {asked for asked in feature_sets() if asked not in drawn}
+    # No family lays a bias over packed sequences.
+    refused = (("bias", "packed"), ("block_mask", "packed"), ("block_mask", "alibi"))
+    assert absent <= set(map(frozenset, refused))
+    assert "backward_split" in {subject.family for subject in SUBJECTS}
+
+
+def test_drawn_problems_are_supported() -> None:
+    drawn = list(trials(2 * len(SUBJECTS), 1, H200))
+    assert drawn[:20] == list(trials(20, 1, H200))
+    assert len({trial.subject for trial in trials(60, 1, H200, 12)}) == 12
+    for subject, case in drawn:
+        assert case.problem.direction is Direction.BACKWARD
+        assert (
+            unsupported_reason(find_family(subject.family), case.problem, H200, subject.specialization)
+            is None
+        )
+        # The same source serves: nothing differs but extents.
+        assert case.problem.computation == subject.problem.computation
+
+
+@pytest.mark.slow
+def test_correct_gradients_pass_on_random_problems(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = [
+        case
+        for _, case in trials(300, 2, H200)
+        if case.problem.batch * case.problem.heads * case.problem.seqlen_q * case.problem.seqlen_kv < SMALL
+    ]
+    assert len(small) > 30
+    for case in small[:60]:
+        assert failures(found_at(monkeypatch, case)) == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -14,7 +13,7 @@ from flashtune.core.errors import UsageError, VerificationError
 from flashtune.core.files import read_bounded
 from flashtune.core.machine import DATABASE_VARIABLE
 from flashtune.tuner.cli.command import flashtune_command
-from flashtune.tuner.cli.options import AnyCommand, database_option, json_option, problem_options_or
+from flashtune.tuner.cli.options import database_option, file_option, json_option, problem_options
 from flashtune.tuner.cli.output import command_line, note, print_json
 
 if TYPE_CHECKING:
@@ -29,18 +28,12 @@ MAX_RESULT_BYTES = 2**28
 PEERS = ("sdpa-cudnn", "sdpa-flash", "sdpa-efficient", "flex", "flash-attn-4", "flashinfer", "unfused")
 
 
-def _file_option(name: str, text: str, *, exists: bool = False) -> Callable[[AnyCommand], AnyCommand]:
-    """Returns an option `--name FILE` that passes `name_file` to the command."""
-    kind = click.Path(dir_okay=False, exists=exists, path_type=Path)
-    return click.option(f"--{name}", f"{name}_file", type=kind, metavar="FILE", help=text)
-
-
 @flashtune_command(
     "bench",
     'flashtune bench --shape "heads=32,kv_heads=8,seqlen=4096,head_dim=128,causal"',
     "flashtune bench --grid paper --save results.json --markdown results.md",
 )
-@problem_options_or(grids="--grid", load_file="--load")
+@problem_options(grids="--grid", load_file="--load")
 @click.option(
     "--grid",
     "grids",
@@ -85,15 +78,15 @@ def _file_option(name: str, text: str, *, exists: bool = False) -> Callable[[Any
     is_flag=True,
     help="Time each implementation alone, at the clock that its power allows, in place of --rounds.",
 )
-@_file_option(
+@file_option(
     "against",
     "JSON file with speeds of other implementations from another run. The report compares with them.",
     exists=True,
 )
-@_file_option("save", "Write the results to FILE as JSON, after each shape.")
-@_file_option("load", "Show a file that --save wrote, without timing. Needs no GPU.", exists=True)
-@_file_option("markdown", "Also write the tables to FILE, with versions and the command line.")
-@_file_option("plot", "Write speeds over sequence length to FILE, as a web page. Needs plotly.")
+@file_option("save", "Write the results to FILE as JSON, after each shape.")
+@file_option("load", "Show a file that --save wrote, without timing. Needs no GPU.", exists=True)
+@file_option("markdown", "Also write the tables to FILE, with versions and the command line.")
+@file_option("plot", "Write speeds over sequence length to FILE, as a web page. Needs plotly.")
 @database_option
 @json_option
 def command(

@@ -59,4 +59,3 @@ def test_merge_of_an_invalid_database_changes_nothing(
 
 def test_db_requires_a_subcommand(run: Run) -> None:
     assert run("db").exit_code == 2
-    assert run("db", "merge").exit_code == 2

@@ -58,20 +58,6 @@ def test_render_of_a_config_and_a_family(run: Run, shape: str) -> None:
     assert "def forward_kv_outer(" in result.stdout
 
 
-@pytest.mark.parametrize(
-    ("arguments", "part"),
-    [
-        (("--model", "phi-2", "--seqlen", "128|256"), "given 2 shapes"),
-        (("--model", "phi-2", "--config", "block=1"), "did you mean"),
-        (("--model", "phi-2", "--family", "nope"), "there is no kernel family"),
-    ],
-)
-def test_render_refuses_invalid_arguments(run: Run, arguments: tuple[str, ...], part: str) -> None:
-    result = run("render", "--target", "h100", *arguments)
-    assert result.exit_code == 2
-    assert part in result.stderr
-
-
 def test_render_to_an_unwritable_path_is_an_error(run: Run, shape: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way", encoding="utf-8")
     result = run("render", "--shape", shape, "--target", "h100", "--out", tmp_path / "file" / "kernel.py")

@@ -143,11 +143,6 @@ def test_a_negative_block_in_a_table_is_refused(run: Run, stored: Stored, tmp_pa
     assert not fresh.exists()
 
 
-def test_a_missing_table_is_a_usage_error(run: Run, tmp_path: Path) -> None:
-    assert run("import", tmp_path / "none.json").exit_code == 2
-    assert run("import").exit_code == 2
-
-
 def test_import_reports_progress(two_gpus: Stored, run: Run, tmp_path: Path) -> None:
     table = tmp_path / "h200.json"
     run("export", "--target", "h200", "--out", table)
