@@ -1,29 +1,17 @@
 """Calls with gradients on the CPU, and float64 gradients."""
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
 import flashtune
 from flashtune import testing
-from flashtune.runtime.session import SESSION
 from tests.support.attention_operators import by_definition
-from tests.support.runtime import forget_all
 
 Triple = tuple[Tensor, Tensor, Tensor]
 HEADS, KV_HEADS = 4, 2
-
-
-@pytest.fixture(autouse=True)
-def fresh_runtime() -> Iterator[None]:
-    forget_all()
-    torch._dynamo.reset()
-    yield
-    SESSION.forget()
 
 
 def tensors(seqlen_q: int = 20, seqlen_kv: int = 28, head_dim: int = 32, value_head_dim: int = 16) -> Triple:

@@ -1,17 +1,20 @@
-"""Tests of exported files in a new process with only torch and triton."""
+"""Tests of exported files in a new process with only torch and triton, and of arguments that they refuse."""
 
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from flashtune import testing
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Direction
 from flashtune.core.target import find_target
+from flashtune.launch.compilation import load_module
 from flashtune.templates.registry import families
 from flashtune.tuner.tables.table_files import kernel_files
+from tests.support.golden_kernels import kernel_of
 from tests.support.records import make_record
 
 # Computes the attention of each file in the interpreter, of float32 tensors. Files of 16-bit kernels refuse
@@ -86,3 +89,22 @@ def test_exported_files_compute_attention_without_flashtune(dtype: str, tmp_path
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=1200)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == paths
+
+
+def test_a_kernel_of_quantized_keys_is_refused() -> None:
+    """It multiplies in fp16 whatever its queries are."""
+    module = load_module(kernel_of("decode_bf16_d128_e4m3"))
+    q, k = torch.zeros(2, 4, 8, 128), torch.zeros(2, 2, 48, 128, dtype=torch.float8_e4m3fn)
+    scales = torch.ones(2, 2)
+    with pytest.raises(ValueError, match=r"^TRITON_INTERPRET is set, and Triton's interpreter corrupts"):
+        module.attention(q, k, k, k_scale=scales, v_scale=scales)
+
+
+def test_inputs_that_are_no_tensors_are_named() -> None:
+    module = load_module(kernel_of("masked_bf16_d64_window_sinks"))
+    q = torch.zeros(2, 4, 8, 64)
+    sinks = torch.zeros(4)
+    with pytest.raises(TypeError, match=r"^k is a list, expected a tensor$"):
+        module.attention(q, [1.0], q, sinks=sinks)
+    with pytest.raises(TypeError, match=r"^sinks is a list, expected a tensor$"):
+        module.attention(q, q, q, sinks=[0.0] * 4)

@@ -12,12 +12,11 @@ import flashtune
 from flashtune.core.errors import ProblemError
 from flashtune.request.call import dense_call, paged_call
 from flashtune.runtime.session import SESSION, Session
-from tests.interpreter import feature_calls
 from tests.interpreter.autograd_calls import exact_gradients
 from tests.interpreter.feature_calls import HEADS, WIDTH, dense, packed
 from tests.problems.features import KEYS, agrees, expected, paged, starts
 
-fresh_runtime = feature_calls.fresh_runtime
+pytestmark = pytest.mark.usefixtures("fresh_runtime")
 
 
 def test_shared_prefix() -> None:

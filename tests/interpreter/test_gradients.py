@@ -17,7 +17,6 @@ from flashtune.launch import binding
 from flashtune.runtime import backward_executors, prepare
 from flashtune.runtime.passes import Pass
 from flashtune.runtime.prepare import prepared
-from tests.interpreter import autograd_calls
 from tests.interpreter.autograd_calls import (
     HEADS,
     KV_HEADS,
@@ -31,7 +30,7 @@ from tests.interpreter.autograd_calls import (
     tensors,
 )
 
-fresh_runtime = autograd_calls.fresh_runtime
+pytestmark = pytest.mark.usefixtures("fresh_runtime")
 
 
 def test_gradient_of_lse_is_included() -> None:

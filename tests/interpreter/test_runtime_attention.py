@@ -9,10 +9,9 @@ import torch
 
 import flashtune
 from flashtune.request.call import CausalOption, LayoutOption
-from tests.interpreter import feature_calls
 from tests.interpreter.feature_calls import check_dense, dense
 
-fresh_runtime = feature_calls.fresh_runtime
+pytestmark = pytest.mark.usefixtures("fresh_runtime")
 # Bounds for the errors of float32, and of rounding the result to 16 bits.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 SHAPE = {"batch": 1, "kv_heads": 1, "group": 2, "head_dim": 32, "value_head_dim": 16, "layout": "bhsd"}

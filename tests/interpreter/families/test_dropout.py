@@ -20,14 +20,13 @@ from flashtune.request.dropout import kept_weights
 from flashtune.templates.forward_masked.space import MaskedConfig
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
-from tests.interpreter import autograd_calls
 
 TARGET = find_target("h200")
 FAMILY = find_family("forward_masked")
 BATCH, HEADS, QUERIES, KEYS = 2, 4, 21, 32
 
 Triple = tuple[Tensor, Tensor, Tensor]
-fresh_runtime = autograd_calls.fresh_runtime
+pytestmark = pytest.mark.usefixtures("fresh_runtime")
 
 
 def tensors(dtype: torch.dtype = torch.float32) -> Triple:

@@ -13,11 +13,10 @@ from flashtune.request.call import Call, dense_call, paged_call
 from flashtune.request.request import Result
 from flashtune.runtime.kernel_loader import KernelLoader
 from flashtune.runtime.prepare import prepare
-from tests.interpreter import feature_calls
 from tests.interpreter.feature_calls import HEADS, KV_HEADS, WIDTH
 from tests.problems.features import QUERIES, starts
 
-fresh_runtime = feature_calls.fresh_runtime
+pytestmark = pytest.mark.usefixtures("fresh_runtime")
 
 PAGE, COLUMNS = 16, 3
 PACKAGE = PAGE * COLUMNS

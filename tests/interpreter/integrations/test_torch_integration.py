@@ -1,7 +1,7 @@
 """Tests of torch's operators served by flashtune in the interpreter, on the CPU, against float64."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,24 +23,11 @@ from tests.support.attention_operators import (
     FLASH_INTO,
     Originals,
     by_definition,
-    registered,
 )
-from tests.support.runtime import forget_all
 
 pytestmark = pytest.mark.filterwarnings("error::flashtune.FlashtuneWarning")
 Triple = tuple[Tensor, Tensor, Tensor]
 aten = torch.ops.aten
-
-
-@pytest.fixture
-def originals(monkeypatch: pytest.MonkeyPatch) -> Iterator[Originals]:
-    """Torch's operators on the CPU, with flashtune active over them."""
-    forget_all()
-    monkeypatch.setattr(integration, "KEY", "CPU")
-    with registered() as operators, integration.activate():
-        yield operators
-    SESSION.wait()
-    SESSION.forget()
 
 
 def tensors(

@@ -23,25 +23,13 @@ from torch.utils.checkpoint import (
 from flashtune.integrations import operator_overrides
 from flashtune.integrations import torch as integration
 from flashtune.runtime.session import SESSION
-from tests.support.attention_operators import CUDNN, EFFICIENT, FLASH, Originals, by_definition, registered
-from tests.support.runtime import forget_all
+from tests.support.attention_operators import CUDNN, EFFICIENT, FLASH, Originals, by_definition
 
 pytestmark = pytest.mark.filterwarnings("error::flashtune.FlashtuneWarning")
 Triple = tuple[Tensor, Tensor, Tensor]
 aten = torch.ops.aten
 # Processes among which heads are divided.
 PROCESSES = 2
-
-
-@pytest.fixture
-def originals(monkeypatch: pytest.MonkeyPatch) -> Iterator[Originals]:
-    """Torch's operators on the CPU, with flashtune active over them."""
-    forget_all()
-    monkeypatch.setattr(integration, "KEY", "CPU")
-    with registered() as operators, integration.activate():
-        yield operators
-    SESSION.wait()
-    SESSION.forget()
 
 
 @pytest.fixture
