@@ -22,22 +22,14 @@ from sqlalchemy import (
     delete,
     literal_column,
     select,
-    update,
 )
 
 from flashtune.core.record import Record
-from flashtune.db.codec import (
-    Check,
-    decode_check,
-    encode_check,
-    encode_record,
-    fingerprint,
-    raw_bytes,
-)
+from flashtune.db.codec import Check, encode_check, encode_record, fingerprint
 from flashtune.db.eligibility import is_better_selection, serves_any_tensors
 from flashtune.db.limits import bounded
 from flashtune.db.schema import CHECKS, FALLBACKS, RECORDS, SELECTIONS
-from flashtune.db.stored_rows import StoredRecord, readable, stored_text
+from flashtune.db.stored_rows import StoredRecord, readable
 
 if TYPE_CHECKING:
     from sqlalchemy.dialects import postgresql, sqlite
@@ -219,40 +211,3 @@ def _name(connection: Connection, table: Table, record: Record, record_id: int, 
 
 def _same(table: Table, record: Record) -> tuple[ColumnElement[bool], ...]:
     return table.c.problem_key == record.problem.key, table.c.target == record.target
-
-
-def replace_record(connection: Connection, record_id: int, record: Record) -> None:
-    """Replaces the record of a row, in selections too, and copies self-checks to the new kernel.
-
-    A row that was deleted meanwhile is not inserted again.
-    """
-    query = select(RECORDS.c.created_at, RECORDS.c.kernel).where(RECORDS.c.id == record_id)
-    row = connection.execute(query).one_or_none()
-    if row is None:
-        return
-    new_id, _ = insert_record(connection, record, stored_text(row.created_at))
-    if new_id == record_id:
-        return
-    for table in (SELECTIONS, FALLBACKS):
-        connection.execute(update(table).where(table.c.record_id == record_id).values(record_id=new_id))
-    connection.execute(delete(RECORDS).where(RECORDS.c.id == record_id))
-    if record.kernel is not None and row.kernel is not None:
-        _copy_checks(connection, stored_text(row.kernel), record)
-
-
-def _copy_checks(connection: Connection, digest: str, record: Record) -> None:
-    """Copies self-checks of a digest to the record's kernel, which is the same machine code.
-
-    The two kernels were compared only under the record's Triton and ptxas.
-    """
-    assert record.kernel is not None
-    query = select(payload_of(CHECKS), CHECKS.c.created_at).where(
-        CHECKS.c.digest == digest, CHECKS.c.target == record.target
-    )
-    for row in connection.execute(query).all():
-        check = decode_check(raw_bytes(row.payload))
-        if digest != record.kernel and check.versions.compilers != record.versions.compilers:
-            continue
-        versions = msgspec.structs.replace(check.versions, template=record.versions.template)
-        copied = msgspec.structs.replace(check, digest=record.kernel, versions=versions)
-        write_check(connection, copied, stored_text(row.created_at), replace=False)

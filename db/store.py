@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
@@ -22,7 +22,6 @@ from flashtune.db.queries import (
     fetched,
     insert_record,
     now,
-    replace_record,
     select_chosen,
     select_records,
     take_fallback,
@@ -176,19 +175,6 @@ class Store:
         """
         with writing(self._engine, self.url) as connection:
             return forget(connection, meant, choose, now())
-
-    def replace_records(self, changes: Mapping[int, Record]) -> None:
-        """Replaces records by their ids, all or none. Selections then name the new ones.
-
-        Self-checks of a replaced record's kernel are also stored under the new kernel's digest.
-
-        Raises:
-            TableError: A field is outside its bounds.
-            StoreError: The database cannot be written.
-        """
-        with writing(self._engine, self.url) as connection:
-            for record_id, record in changes.items():
-                replace_record(connection, record_id, record)
 
     def merge_tables(
         self, *tables: TunedTable, progress: Callable[[int], None] = lambda records: None

@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     from flashtune.core.notices import FlashtuneWarning
     from flashtune.dispatch.tables import table_hash
     from flashtune.kv_cache.cache import PagedKVCache
-    from flashtune.recording.recorder import record_calls
     from flashtune.request.quantization import quantize
+    from flashtune.runtime.session import record_calls
 
 __version__ = VERSION
 
@@ -94,7 +94,7 @@ _MODULES = {
     "flashtune.core.notices": ("FlashtuneWarning",),
     "flashtune.dispatch.tables": ("table_hash",),
     "flashtune.kv_cache.cache": ("PagedKVCache",),
-    "flashtune.recording.recorder": ("record_calls",),
+    "flashtune.runtime.session": ("record_calls",),
     "flashtune.request.quantization": ("quantize",),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,13 @@ from tests.support import families, fuzzing, sampling, times
 
 # Imports and collected tests are not garbage, and searching them takes half of the time of parsing a kernel.
 gc.disable()
+
+# A command in the background ignores these signals, and so do the processes that it starts. Python's handlers
+# are not inherited.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, lambda *_: None)
 
 # benchmarks and scripts are not installed. The root comes last, so that an installed package is found first.
 sys.path.append(str(Path(__file__).parents[1]))

@@ -14,8 +14,8 @@ DATA = ("tests/data",)
 
 def modules(*folders: str) -> list[Path]:
     """The modules of folders, without symbolic links and `__init__`."""
-    found = (path for folder in folders for path in (ROOT / folder).rglob("*.py"))
-    names = (path.relative_to(ROOT) for path in found if not any(part.is_symlink() for part in path.parents))
+    paths = (path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+    names = (path.relative_to(ROOT) for path in paths if not any(part.is_symlink() for part in path.parents))
     return sorted(
         name for name in names if name.name != "__init__.py" and not name.as_posix().startswith(DATA)
     )

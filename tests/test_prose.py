@@ -27,7 +27,7 @@ def findings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: s
     """The advice for a file with this text."""
     monkeypatch.setattr(prose, "ROOT", tmp_path)
     (tmp_path / name).write_text(text, "utf-8")
-    return [found.advice for found in prose.findings_of(tmp_path / name)]
+    return [finding.advice for finding in prose.findings_of(tmp_path / name)]
 
 
 def test_sentences_leave_out_headings_code_tables_and_link_targets() -> None:

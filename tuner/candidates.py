@@ -8,9 +8,11 @@ from flashtune.core.config import Config, Space
 from flashtune.core.errors import ProblemError
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Problem
+from flashtune.core.record import Resources
 from flashtune.core.target import Target
 from flashtune.templates.family import Family, unsupported_reason
 from flashtune.templates.registry import family_names, find_family
+from flashtune.tuner.binary.resources import overflow
 
 
 class Candidate(msgspec.Struct, frozen=True):
@@ -77,17 +79,9 @@ def demand(scope: SearchTask, candidate: Candidate) -> Demand:
     family, target = find_family(candidate.family), scope.target
     items = family.sram_items(scope.problem, candidate.config, target, scope.specialization)
     sram = sum(item.bytes for item in items)
-    if sram > target.sram_per_block:
-        message = f"needs at least {sram} B of SRAM, and {target.name} has {target.sram_per_block}"
-        return Demand(sram, sram / target.sram_per_block - 1, message)
     columns = family.tensor_memory_columns(scope.problem, candidate.config, target)
-    if columns > target.tensor_memory_columns:
-        message = (
-            f"needs at least {columns} columns of tensor memory, "
-            f"and {target.name} has {target.tensor_memory_columns}"
-        )
-        return Demand(sram, columns / max(target.tensor_memory_columns, 1) - 1, message)
-    return Demand(sram, 0.0, "")
+    shares = sram / target.sram_per_block, columns / max(target.tensor_memory_columns, 1)
+    return Demand(sram, max(1.0, *shares) - 1, overflow(Resources(sram, columns), target, "needs at least"))
 
 
 def open_spaces(

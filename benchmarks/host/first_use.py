@@ -32,9 +32,8 @@ from benchmarks.saved import RESULTS, ROOT, Source, load, save, this_run
 from flashtune.core.kernel import Alignment
 from flashtune.core.layouts import TORCH_DTYPES
 from flashtune.core.target import Target, device_target
-from flashtune.launch.kernel_cache import binary_of, kernel_of
-from flashtune.runtime import self_check
-from flashtune.runtime.self_check import passes_self_check, preloading
+from flashtune.launch.kernel_cache import Binaries, kernel_of
+from flashtune.runtime.self_check import SelfChecks
 from flashtune.tuner.cli.output import table
 
 LIMIT_MS = 300.0
@@ -151,7 +150,7 @@ def _compile(cases: Sequence[Case], target: Target) -> None:
 def _first_use(case: Case, database: Path, *, preloaded: bool = True) -> First:
     """Compiles or finds, loads and checks a kernel with an empty database."""
     os.environ["FLASHTUNE_DB"] = str(database)
-    self_check._known.clear()
+    checks = SelfChecks()
     device = torch.device("cuda", torch.cuda.current_device())
     target = device_target(device.index)
     record = case.record(target)
@@ -164,11 +163,11 @@ def _first_use(case: Case, database: Path, *, preloaded: bool = True) -> First:
     # A check does not count the garbage collection, which takes 0.15 s of a slow core by now.
     gc.collect()
     start = time.perf_counter()
-    preload = preloading(kernel, problem, record.config, target, device)
+    preload = checks.preloading(kernel, problem, record.config, target, device)
     with preload if preloaded else contextlib.nullcontext():
-        binary = binary_of(kernel, target, device)
+        binary = Binaries().of(kernel, target, device)
         loaded = time.perf_counter()
-    passed = passes_self_check(kernel, problem, record.config, target, device, binary)
+    passed = checks.passes(kernel, problem, record.config, target, device, binary)
     proven = time.perf_counter()
     assert passed, f"{kernel.digest} of {problem.key} fails"
     return First(1e3 * (loaded - start), 1e3 * (proven - loaded))

@@ -41,7 +41,7 @@ from benchmarks.saved import save
 from flashtune.core.errors import KernelError, UsageError
 from flashtune.dispatch import decision
 from flashtune.integrations import torch as integration
-from flashtune.runtime import deferred
+from flashtune.runtime.session import SESSION
 
 PASSED, SKIPPED, FAILED, STOPPED = "passed", "skipped", "failed", "stopped"
 # Runs with flashtune: the records, the kernels and their launch are prepared after one call each.
@@ -258,7 +258,7 @@ def compared(module: ModuleType, case: Case, served: Served) -> Outcome:
         backward = max(backward, served.passes["backward"])
         if active != PASSED:
             break
-        deferred.wait(LONGEST_WAIT)
+        SESSION.wait(LONGEST_WAIT)
     if active != PASSED and run()[0] != PASSED and not is_lost():
         return made(FAILED, why=f"passed once: {why}")
     return made(PASSED, active, forward, backward, why)

@@ -1,11 +1,9 @@
-"""Baseline strategies: simple orders, and Optuna's samplers alone."""
+"""Baseline strategies: any order, and one of Optuna's samplers alone."""
 
-import itertools
 import random
 from collections.abc import Iterable
 
 import numpy as np
-import optuna
 
 from flashtune.tuner.candidates import Candidate, SearchTask
 from flashtune.tuner.search.optuna_study import Study, TrialResult, tpe_sampler
@@ -54,29 +52,13 @@ def at_random(context: SearchContext) -> Strategy:
     return InOrder(candidates)
 
 
-def exhaustive(context: SearchContext) -> Strategy:
-    """The order of the axes, begun at a place of the seed's choice."""
-    candidates = list(context.scope.candidates())
-    start = random.Random(context.seed).randrange(len(candidates))  # noqa: S311 - no secret
-    return InOrder(itertools.chain(candidates[start:], candidates[:start]))
-
-
 def by_tpe(context: SearchContext) -> Strategy:
     """Optuna's tree-structured Parzen estimator."""
     return Sampled(context.scope, Study(context.scope, tpe_sampler(context.seed)))
 
 
-def by_gp(context: SearchContext) -> Strategy:
-    """Optuna's Gaussian process, which needs scipy."""
-    return Sampled(
-        context.scope, Study(context.scope, optuna.samplers.GPSampler(seed=context.seed), flat=True)
-    )
-
-
 POLICIES: dict[str, Policy] = {
     "random": at_random,
-    "exhaustive": exhaustive,
     "tpe": by_tpe,
-    "gp": by_gp,
     "default": default_policy,
 }

@@ -1,4 +1,4 @@
-"""Tables and charts of results of `benchmarks/search_replay/policies.py --save`.
+"""Tables and charts of saved comparisons of search strategies.
 
 `python -m benchmarks.documents --write` puts the tables and the charts of benchmarks/results into docs/.
 """
@@ -8,15 +8,18 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
+import msgspec
+
 from benchmarks import charts
 from benchmarks.charts import Axis, Panel, Style
 from benchmarks.saved import RESULTS, decoded
-from benchmarks.search_replay.policies import COLD
-from benchmarks.search_replay.replays import JUDGED_SHARE, NEAR, Summary
+from benchmarks.search_replay.replays import JUDGED_SHARE
 from flashtune.core.errors import TableError
 
 SCRIPT = "benchmarks/search_replay/policies_report.py"
 SAVED = tuple(RESULTS / f"nvidia-h200-policies{part}.json.gz" for part in ("", "-samplers"))
+# The default policy without measurements of other problems.
+COLD = "cold"
 # The styles also differ without colours; the default is emphasised.
 COLORS = {
     "default": "#d55e00",
@@ -30,6 +33,28 @@ COLORS = {
 LOWEST = 0.6
 # Simulated seconds after which answers are held against each other.
 SECONDS = 10
+
+# How near to the true best an answer must be, of which the trials are counted.
+NEAR = 0.98
+
+
+class Summary(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The results of one strategy on one table, over all seeds."""
+
+    policy: str  # The strategy.
+    problem: str  # The problem's key.
+    family: str  # The searched family.
+    candidates: int  # Number of candidates.
+    median: tuple[float, ...]  # Median share of the true best after each trial.
+    worst: tuple[float, ...]  # The worst seed's.
+    # Median share of the true best after each simulated second, from the first on.
+    by_second: tuple[float, ...]
+    worst_by_second: tuple[float, ...]  # The worst seed's.
+    # Share of the true best with the judged share of the space tried, for each seed.
+    judged: tuple[float, ...]
+    # Trials until the answer was near the best, for each seed; None where it never was.
+    trials: tuple[int | None, ...]
+
 
 Curve = Callable[[Summary], Sequence[tuple[float, float]]]
 
@@ -71,9 +96,7 @@ def summary_of(replays: Sequence[Summary], policy: str, problem: tuple[str, str]
     for summary in replays:
         if (summary.policy, summary.family, summary.problem) == (policy, *problem):
             return summary
-    raise TableError(
-        f"{policy} was not simulated on {problem[1]}: run benchmarks.search_replay.policies for all"
-    )
+    raise TableError(f"{policy} was not simulated on {problem[1]}: add a file of results that has it")
 
 
 def mean_trials(summary: Summary) -> float:

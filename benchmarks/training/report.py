@@ -36,7 +36,7 @@ class Step(msgspec.Struct, frozen=True):
 
 
 class Steps(msgspec.Struct, frozen=True):
-    """Results of `benchmarks.training.step`."""
+    """Host times of training steps."""
 
     gpu: str
     torch: str

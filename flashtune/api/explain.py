@@ -15,7 +15,6 @@ from flashtune.dispatch.bound_request import BoundRequest, KernelKey
 from flashtune.dispatch.decision import Backend, Decision, baseline, choose
 from flashtune.dispatch.lookup import nearest_selection, proven_by
 from flashtune.launch.kernel_cache import kernel_of
-from flashtune.recording.callers import caller_of
 from flashtune.request.call import (
     Call,
     DenseOptions,
@@ -27,8 +26,8 @@ from flashtune.request.call import (
 )
 from flashtune.request.read_call import read_call
 from flashtune.request.request import Prefer, Request
-from flashtune.runtime.call_cache import unsigned
-from flashtune.runtime.self_check import known_seconds, known_verdict
+from flashtune.runtime.call_key import unsigned
+from flashtune.runtime.session import SESSION
 from flashtune.templates.config_text import config_text
 
 
@@ -151,7 +150,7 @@ def explain_call(call: Call) -> Explanation:
     """Returns the explanation of a call."""
     # Check the call before its queries are negated.
     read_call(call)
-    bound = BoundRequest.of(unsigned(call))
+    bound = BoundRequest.of(unsigned(call), platform=SESSION.platform)
     request, decisions = bound.request, choose(bound)
     problems = (request.problem, request.backward) if request.needs_grad else (request.problem,)
     passes = [_explanation(*pair) for pair in zip(problems, decisions, strict=True)]
@@ -175,7 +174,8 @@ def _of_kernel(key: KernelKey, decision: Decision, request: Request) -> Explanat
     assert decision.selection is not None
     assert decision.target is not None
     kernel = kernel_of(decision.selection.record, specialization)
-    is_proven = proven_by(decision.selection, kernel.digest) or known_verdict(kernel, decision.target)
+    checks = SESSION.loader.checks
+    is_proven = proven_by(decision.selection, kernel.digest) or checks.known_verdict(kernel, decision.target)
     tuned = nearest_selection(decision.selection)
     if is_proven is False and tuned is not None:
         near = tuned.record.problem.key
@@ -193,7 +193,7 @@ def _of_kernel(key: KernelKey, decision: Decision, request: Request) -> Explanat
     standing, seconds = decision.selection.standing, None
     if not proven_by(decision.selection, kernel.digest):
         standing = VerificationStatus.VERIFIED if is_proven else VerificationStatus.UNPROVEN
-        seconds = known_seconds(kernel, decision.target)
+        seconds = checks.known_seconds(kernel, decision.target)
     return msgspec.structs.replace(
         _explanation(problem, decision),
         specialization=specialization,
@@ -205,7 +205,7 @@ def _of_kernel(key: KernelKey, decision: Decision, request: Request) -> Explanat
 
 def _explanation(problem: Problem, decision: Decision) -> Explanation:
     return Explanation(
-        caller=caller_of(problem),
+        caller=SESSION.callers.get(problem, ""),
         problem=problem,
         target=decision.target.name if decision.target else "",
         backend=decision.backend,

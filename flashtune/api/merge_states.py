@@ -23,7 +23,7 @@ from flashtune.request.tensor_checks import require_dense
 from flashtune.runtime.torch_ops import attend
 
 # The inputs of features that depend on positions among all keys of a sequence.
-POSITIONAL = [one for feature in FEATURES.values() if feature.is_positional for one in feature.inputs]
+POSITIONAL = [entry for feature in FEATURES.values() if feature.is_positional for entry in feature.inputs]
 
 
 def merge_attention(

@@ -17,7 +17,8 @@ from flashtune.request.call import Call, DenseOptions, autocasted, dense_call, s
 from flashtune.request.read_call import read_call
 from flashtune.request.request import Executor, Request, Result
 from flashtune.runtime.autograd import go_back, leaves_like
-from flashtune.runtime.call_cache import call_key, executor_of, unsigned
+from flashtune.runtime.call_key import call_key, unsigned
+from flashtune.runtime.session import SESSION
 from flashtune.runtime.torch_modes import dispatch_modes, is_tracing
 from flashtune.runtime.torch_ops import attend
 
@@ -46,8 +47,7 @@ class Prepared:
             self._parts = [Prepared(part) for part in shared_calls(call)]
         else:
             # Negated queries can have other strides than those of the call: gaps of a view are not preserved.
-            served = unsigned(call)
-            self._executor = executor_of(call_key(served), served)
+            self._executor = SESSION.executor(unsigned(call))
 
     def run(self, call: Call) -> Result:
         """Returns the attention of a call of this kind.

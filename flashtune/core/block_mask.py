@@ -181,10 +181,10 @@ class BlockMask(NamedTuple):
         """
         scores = _four_dimensions("scores", scores)
         blocks = scores.shape[-1]
-        found = scores.topk(min(top_k, blocks), -1, sorted=False)
-        hidden = found.values == -torch.inf
+        largest = scores.topk(min(top_k, blocks), -1, sorted=False)
+        hidden = largest.values == -torch.inf
         # Hidden blocks go to the end of the list.
-        lists = found.indices.masked_fill(hidden, blocks).sort(-1).values.clamp(max=blocks - 1)
+        lists = largest.indices.masked_fill(hidden, blocks).sort(-1).values.clamp(max=blocks - 1)
         return BlockMask((~hidden).sum(-1, dtype=torch.int32), lists.to(torch.int32), block_size)
 
     def visible_blocks(self, key_blocks: int) -> Tensor:

@@ -77,8 +77,8 @@ def rounded_extents(problem: Problem) -> Problem:
 
 def without(problem: Problem, features: Iterable[Feature]) -> Problem:
     """Returns a problem without some features."""
-    found = [FEATURES[feature] for feature in features]
-    fields = [field for one in found for field in (*one.fields, *one.details)]
+    entries = [FEATURES[feature] for feature in features]
+    fields = [field for entry in entries for field in (*entry.fields, *entry.details)]
     return msgspec.structs.replace(problem, **{field: DEFAULTS[field] for field in fields})
 
 
@@ -111,9 +111,9 @@ def _feature_texts(problem: Problem) -> tuple[str, ...]:
     has = problem.features
     fields = [
         field
-        for feature, one in FEATURES.items()
+        for feature, entry in FEATURES.items()
         if feature in has and feature is not Feature.WINDOW
-        for field in (*one.fields, *one.details)
+        for field in (*entry.fields, *entry.details)
     ]
     values = [(field, getattr(problem, field)) for field in fields]
     present = ((name, value) for name, value in values if value != DEFAULTS[name])

@@ -78,10 +78,10 @@ def nearest(word: str, known: Iterable[str], *, cutoff: float = 0.5, others: str
     all or the text `others`. `cutoff` is the least similarity, from 0 to 1.
     """
     names = tuple(known)
-    found = [name for name in names if word and name.startswith(word)]
-    found = found or [name for name in names if len(word) >= MIN_PART and word in name]
-    found = found or difflib.get_close_matches(word[:100], names, n=1, cutoff=cutoff)
-    if not found:
+    matches = [name for name in names if word and name.startswith(word)]
+    matches = matches or [name for name in names if len(word) >= MIN_PART and word in name]
+    matches = matches or difflib.get_close_matches(word[:100], names, n=1, cutoff=cutoff)
+    if not matches:
         return others or f"choose one of {', '.join(names)}"
-    *first, last = map(repr, found[:MAX_NAMED])
+    *first, last = map(repr, matches[:MAX_NAMED])
     return f"did you mean {', '.join(first)}{' or ' if first else ''}{last}?"

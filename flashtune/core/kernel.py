@@ -119,8 +119,8 @@ class Kernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
 
     def writes(self, name: str) -> bool:
         """Returns whether the kernel or one of its steps has an argument of this name."""
-        given = (self.arguments, *(step.arguments for step in self.steps))
-        return any(argument.name == name for arguments in given for argument in arguments)
+        signatures = (self.arguments, *(step.arguments for step in self.steps))
+        return any(argument.name == name for arguments in signatures for argument in arguments)
 
     @property
     def steps(self) -> tuple[Step, ...]:

@@ -275,9 +275,9 @@ def _system_fault(error: OSError) -> str:
     program = Path(name).name
     if error.errno in NO_SPACE or error.errno == errno.EFBIG:
         # The error of a write has no file name: the check of each folder finds the full one.
-        place = f" at {name}" if name else ""
+        location = f" at {name}" if name else ""
         return written_folder_fault() or (
-            f"a file could not be written{place} ({error.strerror}): {FREE_SPACE}, or set TMPDIR"
+            f"a file could not be written{location} ({error.strerror}): {FREE_SPACE}, or set TMPDIR"
         )
     if error.errno in NO_MEMORY:
         return f"memory ran out ({error.strerror}): {FREE_MEMORY}"
@@ -358,10 +358,10 @@ def torch_version() -> str:
 
     The version in the package's metadata may lack the part after `+`, such as `cu130`.
     """
-    found = None if "torch" in sys.modules else importlib.util.find_spec("torch")
-    if found is not None and found.origin is not None:
+    spec = None if "torch" in sys.modules else importlib.util.find_spec("torch")
+    if spec is not None and spec.origin is not None:
         # torch reads its version from this file, which does not import torch.
-        file = Path(found.origin).with_name("version.py")
+        file = Path(spec.origin).with_name("version.py")
         if file.is_file():
             return str(runpy.run_path(str(file))["__version__"])
     return str(importlib.import_module("torch").__version__)
@@ -369,9 +369,9 @@ def torch_version() -> str:
 
 def triton_version() -> str:
     """Returns `triton.__version__`, without importing Triton if the version is in its source."""
-    found = None if "triton" in sys.modules else importlib.util.find_spec("triton")
-    if found is not None and found.origin is not None and Path(found.origin).is_file():
-        stated = TRITON_VERSION.search(Path(found.origin).read_text(encoding="utf-8"))
+    spec = None if "triton" in sys.modules else importlib.util.find_spec("triton")
+    if spec is not None and spec.origin is not None and Path(spec.origin).is_file():
+        stated = TRITON_VERSION.search(Path(spec.origin).read_text(encoding="utf-8"))
         if stated is not None:
             return stated[1]
     return str(importlib.import_module("triton").__version__)

@@ -38,7 +38,7 @@ _ROWS = 2
 def distinct_ways(problem: Problem) -> Iterator[MaskSharing]:
     """Returns the ways that differ from one another and from no sharing, for a problem's extents."""
     extents = _extents(problem)
-    return (way for way in MaskSharing if all(extents[place] > 1 for place in way.dimensions))
+    return (way for way in MaskSharing if all(extents[dimension] > 1 for dimension in way.dimensions))
 
 
 def nearest_way(problem: Problem, shared: Iterable[int]) -> MaskSharing | None:
@@ -47,7 +47,7 @@ def nearest_way(problem: Problem, shared: Iterable[int]) -> MaskSharing | None:
     `shared` are the indices of the dimensions. A dimension of extent 1 is not shared.
     """
     extents = _extents(problem)
-    places = {place for place in shared if extents[place] > 1}
+    places = {dimension for dimension in shared if extents[dimension] > 1}
     if not places:
         return None
     if _ROWS in places:
@@ -57,8 +57,8 @@ def nearest_way(problem: Problem, shared: Iterable[int]) -> MaskSharing | None:
 
 def narrowed(bias: Tensor, way: MaskSharing) -> Tensor:
     """Returns a bias of four dimensions as a contiguous tensor with extent 1 in the shared ones."""
-    for place in way.dimensions:
-        bias = bias.narrow(place, 0, 1)
+    for dimension in way.dimensions:
+        bias = bias.narrow(dimension, 0, 1)
     return bias.contiguous()
 
 

@@ -200,8 +200,8 @@ def keys_read(problem: Problem) -> int:
     if problem.packed:
         return problem.batch * keys * problem.packed // max(1, problem.batch * problem.seqlen_q)
     if problem.batch and problem.features & {Feature.KV_LENGTHS, Feature.PAGES}:
-        usual = msgspec.structs.replace(problem, seqlen_kv=problem.seqlen_kv * 3 // 4)
-        return keys + (problem.batch - 1) * distinct_keys(usual.sight)
+        shorter = msgspec.structs.replace(problem, seqlen_kv=problem.seqlen_kv * 3 // 4)
+        return keys + (problem.batch - 1) * distinct_keys(shorter.sight)
     return problem.batch * keys
 
 

@@ -127,7 +127,7 @@ class Measurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise TableError(
                 f"a median of {self.ms:g} ms is not between percentiles of {self.p20:g} and {self.p80:g} ms"
             )
-        ways = [one.sharing for one in self.shared or ()]
+        ways = [time.sharing for time in self.shared or ()]
         if len(set(ways)) < len(ways):
             raise TableError("a measurement has two times for one way of sharing a mask")
 

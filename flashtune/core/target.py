@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -151,11 +150,10 @@ def find_target(name: str) -> Target:
     for target in TARGETS:
         if wanted in (target.name, target.name.split("-", 1)[1], target.name.replace("-rtx-", "-")):
             return target
-    known = (target.short_name for target in TARGETS)
-    raise TargetError(f"there is no target {quoted(name)}: {nearest(wanted, known, cutoff=0.8)}")
+    names = (target.short_name for target in TARGETS)
+    raise TargetError(f"there is no target {quoted(name)}: {nearest(wanted, names, cutoff=0.8)}")
 
 
-@functools.cache
 def device_target(index: int = 0) -> Target:
     """Returns the properties of a GPU of this machine: capacities from the device, rates from the table.
 

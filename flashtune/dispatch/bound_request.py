@@ -1,37 +1,31 @@
 """`BoundRequest`: a request with its tensors, and the facts that follow from both."""
 
-from __future__ import annotations
-
 import functools
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Self
 
 import msgspec
 import torch
+from torch import Tensor
 
-from flashtune.core.features.records import NO_EXTRA_INPUTS, TENSORS
-from flashtune.core.kernel import POINTER_ALIGNMENT, specialization_of
-from flashtune.core.target import device_target
+from flashtune.core.features.records import NO_EXTRA_INPUTS, TENSORS, ExtraInputs
+from flashtune.core.kernel import POINTER_ALIGNMENT, Alignment, Specialization, specialization_of
+from flashtune.core.mask_sharing import MaskSharing
+from flashtune.core.problem import Problem
+from flashtune.core.target import Target
 from flashtune.dispatch.masked_sdpa import sharing_of
-from flashtune.dispatch.sdpa import copies_ms, copy_ms, default_backend
+from flashtune.dispatch.platform import PLATFORM, Platform
+from flashtune.dispatch.sdpa import copy_ms, default_backend
+from flashtune.dispatch.tables import Tables
 from flashtune.launch.compilation import interpreting
 from flashtune.launch.tensors import BackwardTensors, ForwardTensors
+from flashtune.request.call import Call
 from flashtune.request.read_call import read_call
+from flashtune.request.request import Prefer, Request
 from flashtune.request.side_inputs import side_views
 from flashtune.templates.common.model.sram import power_of_two
 from flashtune.templates.common.model.tile_schedule import RESIDENT
 from flashtune.templates.common.model.traffic import unpacked
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from flashtune.core.features.records import ExtraInputs
-    from flashtune.core.kernel import Alignment, Specialization
-    from flashtune.core.mask_sharing import MaskSharing
-    from flashtune.core.problem import Problem
-    from flashtune.core.target import Target
-    from flashtune.request.call import Call
-    from flashtune.request.request import Prefer, Request
 
 # Queries, keys and values.
 Tensors = tuple["Tensor", "Tensor", "Tensor"]
@@ -58,22 +52,37 @@ class BoundRequest:
     """
 
     def __init__(
-        self, request: Request, q: Tensor, k: Tensor, v: Tensor, side: ExtraInputs = NO_EXTRA_INPUTS
+        self,
+        request: Request,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        side: ExtraInputs = NO_EXTRA_INPUTS,
+        platform: Platform = PLATFORM,
     ) -> None:
         self.request = request
         self.tensors: Tensors = q, k, v
         self.side = side
+        self.platform = platform
 
     @classmethod
-    def of(cls, call: Call, needs_grad: bool | None = None) -> BoundRequest:
+    def of(cls, call: Call, needs_grad: bool | None = None, platform: Platform = PLATFORM) -> Self:
         """Returns the request of a call with its tensors, as `read_call`, and raises its errors."""
-        return cls(read_call(call, needs_grad), call.q, call.k, call.v, call.side)
+        return cls(read_call(call, needs_grad), call.q, call.k, call.v, call.side, platform)
+
+    def replaced(self, request: Request, tensors: Tensors | None = None) -> Self:
+        """Returns another request with the same side inputs, and by default with the same tensors."""
+        return type(self)(request, *(tensors or self.tensors), self.side, self.platform)
 
     @functools.cached_property
     def target(self) -> Target:
         """The GPU of the tensors."""
-        index = self.request.device.index
-        return device_target(torch.cuda.current_device() if index is None else index)
+        return self.platform.target(self.request.device)
+
+    @functools.cached_property
+    def records(self) -> Tables:
+        """The tuned records of the GPU."""
+        return self.platform.records(self.target)
 
     @functools.cached_property
     def views(self) -> Tensors:
@@ -98,15 +107,10 @@ class BoundRequest:
         bias = self.side.bias
         return None if bias is None else sharing_of(self.request.problem, bias)
 
-    @functools.cached_property
+    @property
     def sdpa_backend(self) -> str | None:
-        """The backend that SDPA selects, or None if it is not known or has no name in records."""
-        return default_backend(*self.views, self.request.problem, self.side.bias)
-
-    @functools.cached_property
-    def sdpa_copies_ms(self) -> float:
-        """The time of the copies of unaligned tensors that SDPA gets, in ms."""
-        return copies_ms(self.views, self.target)
+        """The backend that SDPA selects now, or None if it is not known or has no name in records."""
+        return default_backend(*self.views, self.request.problem, self.side.bias, self.platform.sdpa_backend)
 
     @functools.cached_property
     def copied(self) -> tuple[bool, bool, bool]:
@@ -117,8 +121,10 @@ class BoundRequest:
         """
         none = (False, False, False)
         request, problem = self.request, self.request.problem
-        found = [specialization_of((view,), False) for view in self.views]
-        of_q, of_k, of_v = (not one.takes_descriptors(problem.dtype) for one in found)
+        specializations = [specialization_of((view,), False) for view in self.views]
+        of_q, of_k, of_v = (
+            not specialization.takes_descriptors(problem.dtype) for specialization in specializations
+        )
         odd = of_q, of_k, of_v
         if not any(odd) or interpreting() or problem.page_size or problem.mla:
             return none
@@ -131,7 +137,7 @@ class BoundRequest:
         if not aligned.takes_descriptors(problem.dtype):
             return none
         ms = copy_ms([tensor for tensor in read if tensor.is_meta], self.target)
-        worst = min(one.alignment for one in found)
+        worst = min(specialization.alignment for specialization in specializations)
         return odd if ms < _saved_ms(problem, self.target, worst) else none
 
     @functools.cached_property
@@ -157,8 +163,12 @@ class BoundRequest:
 
     def properties_of(self, tensors: BackwardTensors) -> Specialization:
         """Returns the properties that a backward kernel may assume of tensors in the kernels' layout."""
-        found = specialization_of(tensors.planned, self.request.return_lse, self.extra.bias)
-        return msgspec.structs.replace(found, constant_bias=True) if self.request.constant_bias else found
+        specialization = specialization_of(tensors.planned, self.request.return_lse, self.extra.bias)
+        return (
+            msgspec.structs.replace(specialization, constant_bias=True)
+            if self.request.constant_bias
+            else specialization
+        )
 
     def forward_tensors(self, device: torch.device | str = "meta") -> ForwardTensors:
         """Returns the tensors of the forward pass. New tensors on a device replace those that are copied."""

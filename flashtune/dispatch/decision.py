@@ -3,10 +3,8 @@
 One decision for both passes of a differentiable request keeps them consistent: all passes have one backend.
 """
 
-from __future__ import annotations
-
 import enum
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -14,33 +12,27 @@ from flashtune.core.errors import ProblemError
 from flashtune.core.features.records import TENSORS
 from flashtune.core.features.table import TENSOR_INPUTS
 from flashtune.core.kernel import Specialization
-from flashtune.core.problem import Causal
+from flashtune.core.mask_sharing import MaskSharing
+from flashtune.core.problem import Causal, Problem
 from flashtune.core.record import Selection
 from flashtune.core.target import Target, find_target
+from flashtune.dispatch.bound_request import BoundRequest, KernelKey
 from flashtune.dispatch.faster_peers import (
     UNFUSED,
     beats,
     faster_peer,
-    faster_peer_of_pair,
     is_slow_default,
     is_untrusted,
     shared_time,
     untimed_peer,
 )
 from flashtune.dispatch.lookup import default_selection, select, without_kernels
-from flashtune.dispatch.masked_sdpa import is_masked, known_refusal, sdpa_allowed
-from flashtune.dispatch.sdpa import has_hidden_keys
+from flashtune.dispatch.masked_sdpa import is_masked, sdpa_allowed
+from flashtune.dispatch.sdpa import copies_ms, has_hidden_keys
 from flashtune.dispatch.sdpa_times import EFFICIENT, MATH, related_peers
-from flashtune.dispatch.tables import Tables, tuned_records
+from flashtune.dispatch.tables import Tables
 from flashtune.launch.compilation import interpreting
 from flashtune.request.request import Prefer, Request
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from flashtune.core.mask_sharing import MaskSharing
-    from flashtune.core.problem import Problem
-    from flashtune.dispatch.bound_request import BoundRequest, KernelKey
 
 # The target for which the interpreter's default configs are made: small tiles and no TMA.
 INTERPRETED_TARGET = "nvidia-l4"
@@ -70,7 +62,7 @@ class Backend(enum.StrEnum):
 class Decision(msgspec.Struct, frozen=True):
     """The backend of a request and the reason."""
 
-    backend: Backend  # The backend.
+    backend: Backend
     reason: str  # The reason as one clause.
     target: Target | None = None  # The GPU, or None if it does not matter.
     # The record that was found for the request, or None if none was looked up.
@@ -85,7 +77,7 @@ class Decision(msgspec.Struct, frozen=True):
 def choose(bound: BoundRequest) -> tuple[Decision, ...]:
     """Returns the decision for each pass of a request: forward and, if it needs gradients, backward."""
     request = bound.request
-    check_supported(request)
+    check_supported(bound)
     simple = _without_lookup(request)
     if simple is not None:
         return _for_all_passes(request, simple)
@@ -97,6 +89,252 @@ def choose(bound: BoundRequest) -> tuple[Decision, ...]:
             raise
         target = None if interpreting() else bound.target
         return _for_all_passes(request, Decision(baseline(request), str(error), target))
+
+
+def check_supported(bound: BoundRequest) -> None:
+    """Checks that some backend supports the device of the tensors and, if needed, their gradients."""
+    request, problem = bound.request, bound.request.problem
+    if not (request.is_double or bound.platform.has_kernels(request.device)):
+        if problem.dtype.is_quantized:
+            raise ProblemError(
+                f"the tensors are on {request.device} and {problem.dtype} is computed on a GPU alone: "
+                "move them to one, or pass 16-bit inputs"
+            )
+        if not interpreting():
+            raise ProblemError(
+                f"the tensors are on {request.device}: move them to a GPU, or set TRITON_INTERPRET=1 before "
+                "the program starts to run kernels on the CPU, slowly"
+            )
+    if request.needs_grad and problem.dtype.is_quantized:
+        raise ProblemError(
+            f"attention of {problem.dtype} inputs has no backward pass and an input or a scale "
+            "requires grad: call under torch.no_grad(), or pass 16-bit inputs"
+        )
+    if request.needs_grad and problem.page_size:
+        raise ProblemError(
+            "attention of sequences in pages has no backward pass and an input requires grad: call under "
+            "torch.no_grad(), or pass dense tensors to flashtune.attention"
+        )
+
+
+def _without_lookup(request: Request) -> Decision | None:
+    """Returns the decision for a request that no record can serve, else None."""
+    valueless = without_values(request)
+    if valueless is not None:
+        return valueless
+    if request.is_double:
+        return Decision(Backend.UNFUSED, DOUBLE)
+    if request.needs_grad or request.prefer is Prefer.GENERATED:
+        return None
+    unknown = without_kernels(request.problem)
+    if not unknown:
+        return None
+    return Decision(Backend.UNFUSED, f"no kernel family computes {' and '.join(unknown)}")
+
+
+def without_values(request: Request) -> Decision | None:
+    """Returns the decision for a request without queries or keys, or on the meta device."""
+    if request.is_empty:
+        return Decision(Backend.NONE, "there is nothing to attend to")
+    return Decision(Backend.NONE, "meta tensors have no values") if request.device.type == "meta" else None
+
+
+def _for_all_passes(request: Request, decision: Decision) -> tuple[Decision, ...]:
+    return (decision, decision) if request.needs_grad else (decision,)
+
+
+def _of_kernels(bound: BoundRequest) -> tuple[Decision, ...]:
+    """Returns the result of `choose` for a request that kernels may serve."""
+    request = bound.request
+    blocked = _without_gradient(bound.gradients) if request.needs_grad else ()
+    if blocked:
+        raise ProblemError(
+            f"no kernel family computes the gradient of {' and '.join(blocked)}, which requires grad: "
+            "detach it, or pass prefer='fastest' to use the unfused computation"
+        )
+    if interpreting():
+        return _interpreted(bound.passes)
+    target = bound.target
+    # A baseline may not be selected if the call returns a log-sum-exp or has features.
+    generated = request.prefer is Prefer.GENERATED or request.return_lse or request.needs_grad
+    generated = generated or bool(request.problem.features)
+    selections = _selected(bound.passes, target, bound.records, generated=generated)
+    instead = _of_peer(bound, selections)
+    if instead is not None:
+        backend, reason = instead
+        return tuple(Decision(backend, reason, target, selection) for selection in selections)
+    passed_over = "" if request.needs_grad else _passed_over(bound, selections[0], generated)
+    start = passed_over + copy_words(bound.copied)
+    return tuple(
+        Decision(Backend.GENERATED, start + selection_source(selection), target, selection)
+        for selection in selections
+    )
+
+
+def _without_gradient(names: Iterable[str]) -> tuple[str, ...]:
+    """Returns the arguments of those of some side inputs whose gradients no family computes."""
+    return tuple(TENSOR_INPUTS[name].option for name in names if name not in DIFFERENTIABLE_SIDE)
+
+
+def _interpreted(passes: Iterable[KernelKey]) -> tuple[Decision, ...]:
+    target, reason = find_target(INTERPRETED_TARGET), "TRITON_INTERPRET=1 runs kernels on the CPU"
+    selections = (default_selection(key.problem, target, key.specialization) for key in passes)
+    return tuple(Decision(Backend.INTERPRETER, reason, target, selection) for selection in selections)
+
+
+def _selected(
+    passes: Iterable[KernelKey], target: Target, tables: Tables, *, generated: bool
+) -> tuple[Selection, ...]:
+    return tuple(
+        select(key.problem, target, tables, key.specialization, generated=generated) for key in passes
+    )
+
+
+def _of_peer(bound: BoundRequest, selections: Sequence[Selection]) -> tuple[Backend, str] | None:
+    """Returns the baseline that replaces the kernels of all passes, and the reason, or None."""
+    request = bound.request
+    if request.prefer is Prefer.GENERATED or request.return_lse:
+        return None
+    if request.needs_grad:
+        peer = _faster_peer_of_pair(bound, *selections)
+        return None if peer is None else (peer_backend(peer), peer_reason(peer, *selections))
+    (selection,) = selections
+    peer = _faster_peer(bound, selection)
+    if peer is None:
+        return None
+    backend, sharing = peer_backend(peer), bound.sharing
+    is_timed = backend is Backend.SDPA and shared_time(selection.measured, sharing) is not None
+    return backend, peer_reason(peer, selection, sharing=sharing if is_timed else None)
+
+
+def _faster_peer(bound: BoundRequest, selection: Selection) -> str | None:
+    """Returns the baseline that is faster than the generated kernel and may replace it, or None."""
+    request, problem, target = bound.request, bound.request.problem, bound.target
+    if problem.packed or problem.page_size or problem.kv_lengths:
+        # The unfused computation would read lengths from the device, which synchronizes.
+        return None
+    backend = None
+    if not problem.features:
+        if has_hidden_keys(problem):
+            # SDPA does not get them.
+            problem = msgspec.structs.replace(problem, seqlen_kv=problem.seqlen_q)
+            selection = select(problem, target, bound.records, BEST_TENSORS, generated=True)
+        backend = bound.sdpa_backend
+    elif sdpa_allowed(request) and bound.side.bias is not None:
+        backend = bound.sdpa_backend
+        trials = bound.platform.mask_trials
+        if trials.known_refusal(request, backend, *bound.views, bound.side.bias) is not None:
+            backend = None
+    if is_untrusted(selection, problem) and (backend is not None or not problem.features):
+        return untimed_peer((selection,), problem, backend, target)
+    more_ms = copies_ms(bound.views, target) if backend is not None else 0.0
+    if more_ms and problem.seqlen_kv <= FEW_KEYS:
+        backend = None
+    if backend is not None and selection.measured.measurement is None and problem.features:
+        expected = related_peers(problem, bound.records.effective(), target)
+        times = {peer.name: peer.ms + more_ms for peer in expected}
+        if is_slow_default(selection, problem, times, backend, target):
+            return backend
+    return faster_peer((selection,), problem, backend, bound.sharing, more_ms)
+
+
+def _faster_peer_of_pair(bound: BoundRequest, forward: Selection, backward: Selection) -> str | None:
+    """Returns the baseline that is faster over both passes and may replace both kernels, or None."""
+    problem, target = bound.request.problem, bound.target
+    if bound.request.deterministic or problem.packed or problem.kv_lengths:
+        return None
+    passes = forward, backward
+    is_untimed = any(selection.measured.measurement is None for selection in passes)
+    if has_hidden_keys(problem) and not problem.features:
+        # SDPA does not get these keys. Times are those of problems without them.
+        tables, length = bound.records, problem.seqlen_q
+        seen = [msgspec.structs.replace(one, seqlen_kv=length) for one in (problem, bound.request.backward)]
+        forward, backward = (select(one, target, tables, BEST_TENSORS, generated=True) for one in seen)
+        passes = forward, backward
+    if any(is_untrusted(selection, problem) for selection in passes):
+        backend = bound.sdpa_backend if is_masked(problem) or not problem.features else None
+        if backend in (EFFICIENT, MATH) or not problem.features:
+            return untimed_peer(passes, problem, backend, target)
+    # With a mask, gradients of SDPA's cuDNN backend may be NaN.
+    backend = None if problem.features else bound.sdpa_backend
+    more_ms = 0.0 if backend is None else copies_ms(bound.views, target)
+    has_few_rows = is_untimed and problem.seqlen_q <= FEW_ROWS
+    if has_few_rows and not more_ms and not problem.features and _is_maskless(problem):
+        return untimed_peer(passes, problem, backend, target)
+    return faster_peer(passes, problem, backend, more_ms=more_ms)
+
+
+def _is_maskless(problem: Problem) -> bool:
+    """Whether SDPA needs no mask for a problem without features, because it can leave out later keys."""
+    is_square = problem.seqlen_q == problem.seqlen_kv
+    return problem.causal is Causal.NONE or is_square or has_hidden_keys(problem)
+
+
+def peer_backend(peer: str) -> Backend:
+    """Returns the backend of a timed baseline."""
+    return Backend.UNFUSED if peer == UNFUSED else Backend.SDPA
+
+
+def peer_reason(peer: str, *passes: Selection, sharing: MaskSharing | None = None) -> str:
+    """Returns the reason for a baseline in one pass or both, as one clause.
+
+    `sharing` is the way in which the mask is shared, if times with such a mask were compared.
+    """
+    condition = ", both passes together" if len(passes) > 1 else ""
+    if sharing is not None:
+        condition = f" with a mask shared over {sharing}"
+    if all(selection.forecast is None and selection.source != "default" for selection in passes):
+        return f"{peer} was measured as fast or faster{condition}"
+    return f"{peer} is expected to be faster{condition}"
+
+
+def _passed_over(bound: BoundRequest, selection: Selection, generated: bool) -> str:
+    """Returns the reason for not using the selection for tensors that all families can address."""
+    if msgspec.structs.replace(bound.forward_properties, lse=BEST_TENSORS.lse) == BEST_TENSORS:
+        return ""
+    best = select(bound.request.problem, bound.target, bound.records, BEST_TENSORS, generated=generated)
+    if best.record == selection.record:
+        return ""
+    return f"{best.record.family} would serve but cannot address tensors with such strides or addresses, and "
+
+
+def copy_words(flags: Iterable[bool]) -> str:
+    """Returns the reason for copies of q, k and v as the start of a clause. Empty without copies."""
+    names = [name for name, flag in zip("qkv", flags, strict=True) if flag]
+    if not names:
+        return ""
+    return f"{', '.join(names)} are copied first to align strides and addresses to 16 bytes, and "
+
+
+def selection_source(selection: Selection) -> str:
+    """Returns the reason for a generated kernel as one clause."""
+    where = {
+        "database": "it is selected in the user's database",
+        "shipped": "it is selected in the table that ships for this GPU",
+        "estimated": _forecast_in_words(selection),
+        "default": "nothing alike is tuned for this GPU, so its family's default config serves",
+    }
+    return where[selection.source]
+
+
+def _forecast_in_words(selection: Selection) -> str:
+    why = selection.forecast
+    if why is None:
+        return f"the nearest tuned shape is {selection.record.problem.key}"
+    same = why.nearest.family == selection.record.family and why.nearest.config == selection.record.config
+    if same:
+        return f"the nearest tuned shape is {why.nearest.problem.key}"
+    return (
+        f"{why.ms:.4g} ms are expected of its config, and {why.nearest_ms:.4g} ms of that of the nearest "
+        f"tuned shape, {why.nearest.problem.key}"
+    )
+
+
+def baseline(request: Request) -> Backend:
+    """Returns the baseline of a request: SDPA, or unfused if the call needs a log-sum-exp or has features."""
+    same_bits = request.needs_grad and request.deterministic
+    plain = not (request.return_lse or request.problem.features or request.is_double or same_bits)
+    return Backend.SDPA if plain else Backend.UNFUSED
 
 
 def choose_over(
@@ -128,259 +366,4 @@ def choose_over(
     return tuple(
         Decision(Backend.GENERATED, selection_source(selection), target, selection)
         for selection in selections
-    )
-
-
-def _without_lookup(request: Request) -> Decision | None:
-    """Returns the decision for a request that no record can serve, else None."""
-    valueless = without_values(request)
-    if valueless is not None:
-        return valueless
-    if request.is_double:
-        return Decision(Backend.UNFUSED, DOUBLE)
-    if request.needs_grad or request.prefer is Prefer.GENERATED:
-        return None
-    unknown = without_kernels(request.problem)
-    if not unknown:
-        return None
-    return Decision(Backend.UNFUSED, f"no kernel family computes {' and '.join(unknown)}")
-
-
-def _for_all_passes(request: Request, decision: Decision) -> tuple[Decision, ...]:
-    return (decision, decision) if request.needs_grad else (decision,)
-
-
-def _of_kernels(bound: BoundRequest) -> tuple[Decision, ...]:
-    """Returns the result of `choose` for a request that kernels may serve."""
-    request = bound.request
-    blocked = _without_gradient(bound.gradients) if request.needs_grad else ()
-    if blocked:
-        raise ProblemError(
-            f"no kernel family computes the gradient of {' and '.join(blocked)}, which requires grad: "
-            "detach it, or pass prefer='fastest' to use the unfused computation"
-        )
-    if interpreting():
-        return _interpreted(bound.passes)
-    target = bound.target
-    # A baseline may not be selected if the call returns a log-sum-exp or has features.
-    generated = request.prefer is Prefer.GENERATED or request.return_lse or request.needs_grad
-    generated = generated or bool(request.problem.features)
-    selections = _selected(bound.passes, target, tuned_records(target.name), generated=generated)
-    instead = _of_peer(bound, selections)
-    if instead is not None:
-        backend, reason = instead
-        return tuple(Decision(backend, reason, target, selection) for selection in selections)
-    passed_over = "" if request.needs_grad else _passed_over(bound, selections[0], generated)
-    start = passed_over + copy_words(bound.copied)
-    return tuple(
-        Decision(Backend.GENERATED, start + selection_source(selection), target, selection)
-        for selection in selections
-    )
-
-
-def _selected(
-    passes: Iterable[KernelKey], target: Target, tables: Tables, *, generated: bool
-) -> tuple[Selection, ...]:
-    return tuple(
-        select(key.problem, target, tables, key.specialization, generated=generated) for key in passes
-    )
-
-
-def _interpreted(passes: Iterable[KernelKey]) -> tuple[Decision, ...]:
-    target, reason = find_target(INTERPRETED_TARGET), "TRITON_INTERPRET=1 runs kernels on the CPU"
-    selections = (default_selection(key.problem, target, key.specialization) for key in passes)
-    return tuple(Decision(Backend.INTERPRETER, reason, target, selection) for selection in selections)
-
-
-def _without_gradient(names: Iterable[str]) -> tuple[str, ...]:
-    """Returns the arguments of those of some side inputs whose gradients no family computes."""
-    return tuple(TENSOR_INPUTS[name].option for name in names if name not in DIFFERENTIABLE_SIDE)
-
-
-def _of_peer(bound: BoundRequest, selections: Sequence[Selection]) -> tuple[Backend, str] | None:
-    """Returns the baseline that replaces the kernels of all passes, and the reason, or None."""
-    request = bound.request
-    if request.prefer is Prefer.GENERATED or request.return_lse:
-        return None
-    if request.needs_grad:
-        peer = _faster_peer_of_pair(bound, *selections)
-        return None if peer is None else (peer_backend(peer), peer_reason(peer, *selections))
-    (selection,) = selections
-    peer = _faster_peer(bound, selection)
-    if peer is None:
-        return None
-    backend, sharing = peer_backend(peer), bound.sharing
-    is_timed = backend is Backend.SDPA and shared_time(selection.measured, sharing) is not None
-    return backend, peer_reason(peer, selection, sharing=sharing if is_timed else None)
-
-
-def without_values(request: Request) -> Decision | None:
-    """Returns the decision for a request without queries or keys, or on the meta device."""
-    if request.is_empty:
-        return Decision(Backend.NONE, "there is nothing to attend to")
-    return Decision(Backend.NONE, "meta tensors have no values") if request.device.type == "meta" else None
-
-
-def peer_backend(peer: str) -> Backend:
-    """Returns the backend of a timed baseline."""
-    return Backend.UNFUSED if peer == UNFUSED else Backend.SDPA
-
-
-def baseline(request: Request) -> Backend:
-    """Returns the baseline of a request: SDPA, or unfused if the call needs a log-sum-exp or has features."""
-    same_bits = request.needs_grad and request.deterministic
-    plain = not (request.return_lse or request.problem.features or request.is_double or same_bits)
-    return Backend.SDPA if plain else Backend.UNFUSED
-
-
-def copy_words(flags: Iterable[bool]) -> str:
-    """Returns the reason for copies of q, k and v as the start of a clause. Empty without copies."""
-    names = [name for name, flag in zip("qkv", flags, strict=True) if flag]
-    if not names:
-        return ""
-    return f"{', '.join(names)} are copied first to align strides and addresses to 16 bytes, and "
-
-
-def _passed_over(bound: BoundRequest, selection: Selection, generated: bool) -> str:
-    """Returns the reason for not using the selection for tensors that all families can address."""
-    if msgspec.structs.replace(bound.forward_properties, lse=BEST_TENSORS.lse) == BEST_TENSORS:
-        return ""
-    tables = tuned_records(bound.target.name)
-    best = select(bound.request.problem, bound.target, tables, BEST_TENSORS, generated=generated)
-    if best.record == selection.record:
-        return ""
-    return f"{best.record.family} would serve but cannot address tensors with such strides or addresses, and "
-
-
-def selection_source(selection: Selection) -> str:
-    """Returns the reason for a generated kernel as one clause."""
-    where = {
-        "database": "it is selected in the user's database",
-        "shipped": "it is selected in the table that ships for this GPU",
-        "estimated": _forecast_in_words(selection),
-        "default": "nothing alike is tuned for this GPU, so its family's default config serves",
-    }
-    return where[selection.source]
-
-
-def peer_reason(peer: str, *passes: Selection, sharing: MaskSharing | None = None) -> str:
-    """Returns the reason for a baseline in one pass or both, as one clause.
-
-    `sharing` is the way in which the mask is shared, if times with such a mask were compared.
-    """
-    condition = ", both passes together" if len(passes) > 1 else ""
-    if sharing is not None:
-        condition = f" with a mask shared over {sharing}"
-    if all(selection.forecast is None and selection.source != "default" for selection in passes):
-        return f"{peer} was measured as fast or faster{condition}"
-    return f"{peer} is expected to be faster{condition}"
-
-
-def _faster_peer(bound: BoundRequest, selection: Selection) -> str | None:
-    """Returns the baseline that is faster than the generated kernel and may replace it, or None."""
-    request, problem, target = bound.request, bound.request.problem, bound.target
-    if problem.packed or problem.page_size or problem.kv_lengths:
-        # The unfused computation would read lengths from the device, which synchronizes.
-        return None
-    backend = None
-    if not problem.features:
-        if has_hidden_keys(problem):
-            # SDPA does not get them.
-            problem = msgspec.structs.replace(problem, seqlen_kv=problem.seqlen_q)
-            selection = select(problem, target, tuned_records(target.name), BEST_TENSORS, generated=True)
-        backend = bound.sdpa_backend
-    elif sdpa_allowed(request) and bound.side.bias is not None:
-        backend = bound.sdpa_backend
-        if known_refusal(request, backend, *bound.views, bound.side.bias) is not None:
-            backend = None
-    if is_untrusted(selection, problem) and (backend is not None or not problem.features):
-        return untimed_peer((selection,), problem, backend, target)
-    more_ms = bound.sdpa_copies_ms if backend is not None else 0.0
-    if more_ms and problem.seqlen_kv <= FEW_KEYS:
-        backend = None
-    if backend is not None and selection.measured.measurement is None and problem.features:
-        expected = related_peers(problem, tuned_records(target.name).effective(), target)
-        times = {peer.name: peer.ms + more_ms for peer in expected}
-        if is_slow_default(selection, problem, times, backend, target):
-            return backend
-    return faster_peer(selection, problem, backend, bound.sharing, more_ms)
-
-
-def _faster_peer_of_pair(bound: BoundRequest, forward: Selection, backward: Selection) -> str | None:
-    """Returns the baseline that is faster over both passes and may replace both kernels, or None."""
-    problem, target = bound.request.problem, bound.target
-    if bound.request.deterministic or problem.packed or problem.kv_lengths:
-        return None
-    passes = forward, backward
-    is_untimed = any(selection.measured.measurement is None for selection in passes)
-    if has_hidden_keys(problem) and not problem.features:
-        # SDPA does not get these keys. Times are those of problems without them.
-        tables, length = tuned_records(target.name), problem.seqlen_q
-        seen = [msgspec.structs.replace(one, seqlen_kv=length) for one in (problem, bound.request.backward)]
-        forward, backward = (select(one, target, tables, BEST_TENSORS, generated=True) for one in seen)
-        passes = forward, backward
-    if any(is_untrusted(selection, problem) for selection in passes):
-        backend = bound.sdpa_backend if is_masked(problem) or not problem.features else None
-        if backend in (EFFICIENT, MATH) or not problem.features:
-            return untimed_peer(passes, problem, backend, target)
-    # With a mask, gradients of SDPA's cuDNN backend may be NaN.
-    backend = None if problem.features else bound.sdpa_backend
-    more_ms = 0.0 if backend is None else bound.sdpa_copies_ms
-    has_few_rows = is_untimed and problem.seqlen_q <= FEW_ROWS
-    if has_few_rows and not more_ms and not problem.features and _is_maskless(problem):
-        return untimed_peer(passes, problem, backend, target)
-    return faster_peer_of_pair(*passes, problem, backend, more_ms)
-
-
-def _is_maskless(problem: Problem) -> bool:
-    """Whether SDPA needs no mask for a problem without features, because it can leave out later keys."""
-    is_square = problem.seqlen_q == problem.seqlen_kv
-    return problem.causal is Causal.NONE or is_square or has_hidden_keys(problem)
-
-
-def _forecast_in_words(selection: Selection) -> str:
-    why = selection.forecast
-    if why is None:
-        return f"the nearest tuned shape is {selection.record.problem.key}"
-    same = why.nearest.family == selection.record.family and why.nearest.config == selection.record.config
-    if same:
-        return f"the nearest tuned shape is {why.nearest.problem.key}"
-    return (
-        f"{why.ms:.4g} ms are expected of its config, and {why.nearest_ms:.4g} ms of that of the nearest "
-        f"tuned shape, {why.nearest.problem.key}"
-    )
-
-
-def check_supported(request: Request) -> None:
-    """Checks that some backend supports the device of the tensors and, if needed, their gradients."""
-    check_device(request)
-    if not request.needs_grad:
-        return
-    problem = request.problem
-    if problem.dtype.is_quantized:
-        raise ProblemError(
-            f"attention of {problem.dtype} inputs has no backward pass and an input or a scale "
-            "requires grad: call under torch.no_grad(), or pass 16-bit inputs"
-        )
-    if problem.page_size:
-        raise ProblemError(
-            "attention of sequences in pages has no backward pass and an input requires grad: call under "
-            "torch.no_grad(), or pass dense tensors to flashtune.attention"
-        )
-
-
-def check_device(request: Request) -> None:
-    """Checks that some backend supports the device of the tensors, and raises ProblemError if not."""
-    if request.device.type in ("cuda", "meta") or request.is_double:
-        return
-    if request.problem.dtype.is_quantized:
-        raise ProblemError(
-            f"the tensors are on {request.device} and {request.problem.dtype} is computed on a GPU alone: "
-            "move them to one, or pass 16-bit inputs"
-        )
-    if interpreting():
-        return
-    raise ProblemError(
-        f"the tensors are on {request.device}: move them to a GPU, or set TRITON_INTERPRET=1 before the "
-        "program starts to run kernels on the CPU, slowly"
     )

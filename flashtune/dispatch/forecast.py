@@ -100,12 +100,12 @@ def forecast(
     best = min(candidates, key=lambda candidate: candidate.rank)
     if may_split(problem):
         best = _split(problem, best, target, serves) or best
-    usual = next(one for one in candidates if one.record == nearest)
+    own = next(candidate for candidate in candidates if candidate.record == nearest)
     least = least_ms(problem, ((record.problem, record.ms) for record in able if record.ms))
     return best.record, TransferEstimate(
         ms=max(best.ms, least),
         nearest=nearest,
-        nearest_ms=usual.ms,
+        nearest_ms=own.ms,
         peers=expected_peers(problem, alike, target),
     )
 
@@ -118,27 +118,27 @@ def _candidates(problem: Problem, records: Sequence[Record], target: Target) -> 
     family = find_family(anchor.family)
     here = msgspec.structs.replace(problem, causal=anchor.problem.causal)
 
-    def order(known: _Known) -> tuple[float, bool, str]:
+    def order(candidate: _Known) -> tuple[float, bool, str]:
         # Records of two masks of one shape are equally near. The one that `nearest_record` returns comes
         # first.
-        return known.distance, known.record is not anchor, known.record.problem.key
+        return candidate.distance, candidate.record is not anchor, candidate.record.problem.key
 
-    known = sorted((_known(record, problem, target) for record in records), key=order)
-    correction = _correction(known)
+    neighbours = sorted((_known(record, problem, target) for record in records), key=order)
+    correction = _correction(neighbours)
     # Variants of several starting configs are often the same.
     span = functools.cache(lambda config: family.makespan_ms(here, config, target))
 
     def expected(config: Config) -> float:
-        return span(config) * math.exp(correction + _penalty(config, known[:MAX_NEIGHBOURS], target))
+        return span(config) * math.exp(correction + _penalty(config, neighbours[:MAX_NEIGHBOURS], target))
 
-    doubt = PORTABLE_MARGIN * known[0].distance if family.interpreted else 0.0
+    doubt = PORTABLE_MARGIN * neighbours[0].distance if family.interpreted else 0.0
     tuned: dict[Config, _Candidate] = {}
-    for one in known:
-        config = one.record.config
+    for neighbour in neighbours:
+        config = neighbour.record.config
         assert config is not None
         if config not in tuned:
-            far = doubt + STEP_MARGIN * (one.distance - known[0].distance)
-            tuned[config] = _Candidate(one.record, expected(config), far)
+            far = doubt + STEP_MARGIN * (neighbour.distance - neighbours[0].distance)
+            tuned[config] = _Candidate(neighbour.record, expected(config), far)
     yield from tuned.values()
     slight = NEIGHBOUR_MARGIN if _is_plain_prompt(problem) else UNTIMED_MARGIN
     best = sorted(tuned, key=lambda config: tuned[config].rank)[:NUM_SEEDS]
@@ -167,12 +167,14 @@ def _of_other_families(
     alike = [record for record in alike if not is_short_prompt(record, problem)]
     for name in sorted({record.family for record in alike} - set(names)):
         plain = [record for record in alike if record.family == name]
-        known = sorted((_known(record, problem, target) for record in plain), key=lambda one: one.distance)
+        neighbours = sorted(
+            (_known(record, problem, target) for record in plain), key=lambda neighbour: neighbour.distance
+        )
         family = find_family(name)
         default = family.default(problem, target)
-        record = untimed(msgspec.structs.replace(known[0].record, problem=problem), default)
+        record = untimed(msgspec.structs.replace(neighbours[0].record, problem=problem), default)
         if serves(record):
-            ms = family.makespan_ms(problem, default, target) * math.exp(_correction(known))
+            ms = family.makespan_ms(problem, default, target) * math.exp(_correction(neighbours))
             yield _Candidate(record, ms, 2 * UNTIMED_MARGIN)
 
 
@@ -216,18 +218,24 @@ def _known(record: Record, problem: Problem, target: Target) -> _Known:
     return _Known(record, distance(record.problem, problem), won)
 
 
-def _correction(known: Sequence[_Known]) -> float:
+def _correction(neighbours: Sequence[_Known]) -> float:
     """Returns the family's correction at the shape: the logarithm of measured over schedule time."""
-    timed = [(one.correction, one.distance) for one in known if one.correction is not None]
+    timed = [
+        (neighbour.correction, neighbour.distance)
+        for neighbour in neighbours
+        if neighbour.correction is not None
+    ]
     return regression(timed) if timed else 0.0
 
 
 def _penalty(config: Config, near: Sequence[_Known], target: Target) -> float:
     """Returns the penalty of a config: the logarithm of extra time that the schedule does not contain."""
     penalty = total = 0.0
-    for one in near:
-        share = weight(one.distance, PENALTY_LENGTH_SCALE)
-        ahead = math.log(one.won / _span(one.record.family, one.record.problem, config, target))
+    for neighbour in near:
+        share = weight(neighbour.distance, PENALTY_LENGTH_SCALE)
+        ahead = math.log(
+            neighbour.won / _span(neighbour.record.family, neighbour.record.problem, config, target)
+        )
         penalty += share * min(MAX_PENALTY, max(0.0, ahead))
         total += share
     return penalty / (total + PRIOR_WEIGHT)
@@ -248,7 +256,7 @@ def _is_plain_prompt(problem: Problem) -> bool:
 def _are_neighbours(config: Config, other: Config) -> bool:
     """Whether two configs differ on one axis only."""
     pairs = zip(config.items(), other.items(), strict=True)
-    return [one == another for one, another in pairs].count(False) == 1
+    return [value == another for value, another in pairs].count(False) == 1
 
 
 def untimed(record: Record, config: Config) -> Record:
@@ -281,13 +289,15 @@ def forecast_related(
     def carries_over(record: Record) -> bool:
         return serves(record) and _carried_over(record, problem, target) is not None
 
-    known = tuple(records)
-    for other in _related(problem, known):
-        if not any(record.family == usual and carries_over(record) for record in tuned_alike(other, known)):
+    all_records = tuple(records)
+    for other in _related(problem, all_records):
+        if not any(
+            record.family == usual and carries_over(record) for record in tuned_alike(other, all_records)
+        ):
             continue
-        found = forecast(other, known, target, carries_over)
-        assert found is not None
-        record, why = found
+        estimate = forecast(other, all_records, target, carries_over)
+        assert estimate is not None
+        record, why = estimate
         config = _carried_over(record, problem, target)
         if config is not None:
             own = msgspec.structs.replace(
@@ -309,12 +319,14 @@ def _related(problem: Problem, records: Sequence[Record]) -> Iterator[Problem]:
     dtypes = (problem.dtype, *(dtype for dtype in SIXTEEN_BITS if dtype is not problem.dtype))
     if problem.dtype not in SIXTEEN_BITS:
         dtypes = (problem.dtype,)
-    found = {
+    shapes = {
         (record.problem.head_dim, record.problem.value_head_dim, record.problem.dtype)
         for record in records
         if record.problem.dtype in dtypes and _is_wider(record.problem, problem)
     }
-    for head_dim, value_head_dim, dtype in sorted(found, key=lambda one: (one[:2], dtypes.index(one[2]))):
+    for head_dim, value_head_dim, dtype in sorted(
+        shapes, key=lambda shape: (shape[:2], dtypes.index(shape[2]))
+    ):
         other = msgspec.structs.replace(
             problem, dtype=dtype, head_dim=head_dim, value_head_dim=value_head_dim
         )
@@ -338,7 +350,7 @@ def _carried_over(record: Record, problem: Problem, target: Target) -> Config | 
     family = find_family(record.family)
     if record.config is None:
         return None
-    usual = dict(family.default(problem, target).items())
-    of_width = {name: usual[name] for name in OF_WIDTH if name in usual}
+    defaults = dict(family.default(problem, target).items())
+    of_width = {name: defaults[name] for name in OF_WIDTH if name in defaults}
     config = msgspec.structs.replace(record.config, **of_width)
     return config if family.space(problem, target).contains(config) else None

@@ -77,21 +77,20 @@ def nearest_record(problem: Problem, records: Iterable[Record]) -> Record | None
     return min(alike, key=lambda record: _rank(record, problem, masks), default=None)
 
 
-def distance(one: Problem, other: Problem) -> float:
+def distance(first: Problem, other: Problem) -> float:
     """Returns the Euclidean distance of two shapes over four extents, in steps of a factor of two."""
-    return math.dist(_extents(one), _extents(other))
+    return math.dist(_extents(first), _extents(other))
 
 
-def regression(known: Sequence[tuple[float, float]], reach: float = LENGTH_SCALE) -> float:
+def regression(values: Sequence[tuple[float, float]], reach: float = LENGTH_SCALE) -> float:
     """Returns the estimate at a shape: the mean of all known values, shifted towards those of near shapes.
 
-    Args:
-        known: Values at other shapes, at least one, each with the distance of its shape.
-        reach: Length scale of the weights, in steps of a factor of two.
+    `values` are those at other shapes, at least one, each with the distance of its shape. `reach` is the
+    length scale of the weights, in steps of a factor of two.
     """
-    mean = sum(value for value, _ in known) / len(known)
-    weights = [weight(steps, reach) for _, steps in known]
-    moved = sum(each * (value - mean) for each, (value, _) in zip(weights, known, strict=True))
+    mean = sum(value for value, _ in values) / len(values)
+    weights = [weight(steps, reach) for _, steps in values]
+    moved = sum(each * (value - mean) for each, (value, _) in zip(weights, values, strict=True))
     return mean + moved / (sum(weights) + PRIOR_WEIGHT)
 
 
@@ -100,9 +99,9 @@ def weight(steps: float, reach: float) -> float:
     return math.exp(-0.5 * (steps / reach) ** 2)
 
 
-def is_far(one: Problem, other: Problem) -> bool:
+def is_far(first: Problem, other: Problem) -> bool:
     """Whether some extent differs by more than a factor of four."""
-    return max(abs(a - b) for a, b in zip(_extents(one), _extents(other), strict=True)) > FAR
+    return max(abs(a - b) for a, b in zip(_extents(first), _extents(other), strict=True)) > FAR
 
 
 def _rank(record: Record, problem: Problem, masks: list[Causal]) -> tuple[float, int, str]:

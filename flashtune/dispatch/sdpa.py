@@ -1,16 +1,16 @@
 """Attention by torch's SDPA, with flashtune's semantics of masks and empty rows."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
 
 import msgspec
 import torch
 from torch import Tensor
 
 from flashtune.core.problem import Causal, Problem
+from flashtune.core.target import Target
 from flashtune.dispatch.masked_sdpa import (
     ADDRESS_ALIGNMENT,
+    SelectBackend,
     chosen_backend,
     is_unaligned,
     readable,
@@ -20,11 +20,6 @@ from flashtune.dispatch.masked_sdpa import (
     unexpanded,
 )
 from flashtune.launch.launch import MIN_SCALE
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from flashtune.core.target import Target
 
 # Time of the launch of a copy in ms, measured on an H200.
 COPY_MS = 0.0025
@@ -81,13 +76,19 @@ def has_hidden_keys(problem: Problem) -> bool:
 
 
 def default_backend(
-    q: Tensor, k: Tensor, v: Tensor, problem: Problem, bias: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    problem: Problem,
+    bias: Tensor | None = None,
+    select: SelectBackend = chosen_backend,
 ) -> str | None:
     """Returns the baseline that SDPA selects, or None if it was not measured in the way SDPA would use it.
 
     It was not measured for causal masks with different lengths. SDPA gets copies
     of tensors whose addresses or strides are not multiples of 16 bytes. Their time is added by `copies_ms`.
-    Tensors are [batch, heads, seqlen, head_dim]. The bias is additive, or a boolean mask.
+    Tensors are [batch, heads, seqlen, head_dim]. The bias is additive, or a boolean mask. `select` returns
+    the backend, as `chosen_backend`.
     """
     if bias is None and has_hidden_keys(problem):
         # `sdpa_attention` leaves them out.
@@ -99,4 +100,4 @@ def default_backend(
         return None
     if bias is not None and bias.dtype is not torch.bool and start(bias) % ADDRESS_ALIGNMENT:
         return None
-    return chosen_backend(q, k, v, None if bias is None else unexpanded(bias), causal)
+    return select(q, k, v, None if bias is None else unexpanded(bias), causal)

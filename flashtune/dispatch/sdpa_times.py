@@ -67,11 +67,11 @@ def expected_peers(problem: Problem, records: Iterable[Record], target: Target) 
         PeerTime(
             name,
             max(
-                _schedule_ms(problem, name, target) * math.exp(regression(known)),
+                _schedule_ms(problem, name, target) * math.exp(regression(values)),
                 least_ms(problem, rates[name]),
             ),
         )
-        for name, known in sorted(pairs.items())
+        for name, values in sorted(pairs.items())
     )
 
 
@@ -80,10 +80,10 @@ def related_peers(problem: Problem, records: Iterable[Record], target: Target) -
 
     Wider heads are preferred. Times of narrower ones are lower bounds.
     """
-    known = tuple(records)
+    all_records = tuple(records)
     widths = {
         (record.problem.head_dim, record.problem.value_head_dim, record.problem.dtype)
-        for record in known
+        for record in all_records
         if record.problem.dtype.itemsize == problem.dtype.itemsize and not record.problem.mla
     }
 
@@ -92,7 +92,7 @@ def related_peers(problem: Problem, records: Iterable[Record], target: Target) -
 
     for head_dim, value_head_dim, dtype in sorted(widths, key=order):
         wide = msgspec.structs.replace(problem, dtype=dtype, head_dim=head_dim, value_head_dim=value_head_dim)
-        peers = expected_peers(wide, tuned_alike(wide, known), target)
+        peers = expected_peers(wide, tuned_alike(wide, all_records), target)
         if peers:
             return narrowed_peers(peers, wide, problem)
     return ()
@@ -142,12 +142,8 @@ def unfused_leads(problem: Problem, padded_bytes: int, target: Target) -> bool:
 
     The problem is a forward pass with fewer heads of keys than of queries. Heads are repeated for that
     backend. One of its programs computes all keys of a tile of queries, so few tiles leave most of the GPU
-    idle. The unfused path repeats heads too, and stores scores.
-
-    Args:
-        problem: The problem.
-        padded_bytes: Bytes of a bias that this backend copies, because its rows are not aligned.
-        target: The GPU.
+    idle. The unfused path repeats heads too, and stores scores. `padded_bytes` are the bytes of a bias that
+    this backend copies, because its rows are not aligned.
     """
     bandwidth = target.hbm_bandwidth * 1e6 * BANDWIDTH_SHARE
     row = problem.batch * problem.dtype.itemsize * problem.head_dim

@@ -4,6 +4,7 @@ They are read once per process and GPU. Decisions therefore do not change within
 read the same tables agree.
 """
 
+import functools
 from collections.abc import Callable, Iterable
 
 import msgspec
@@ -11,7 +12,6 @@ import msgspec
 from flashtune.core.errors import StoreError, UsageError
 from flashtune.core.notices import warn_once
 from flashtune.core.record import Outcome, Provenance, Record
-from flashtune.core.session import SESSION
 from flashtune.db.eligibility import by_problem, serves_any_tensors
 from flashtune.dispatch.versions import current_versions
 
@@ -49,7 +49,7 @@ class Tables(msgspec.Struct, frozen=True):
                 return
 
 
-@SESSION.computed_once
+@functools.cache
 def tuned_records(target_name: str) -> Tables:
     """Returns the tables of a GPU. A database that cannot be read counts as empty and causes a warning."""
     from flashtune.db.evidence import under

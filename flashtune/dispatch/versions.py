@@ -28,9 +28,9 @@ def current_versions(family_name: str) -> Versions:
     )
 
 
-def same_makers(one: Versions, other: Versions) -> bool:
+def same_makers(first: Versions, other: Versions) -> bool:
     """Whether binaries are the same and run alike under two sets of versions."""
-    return one.makers == other.makers
+    return first.makers == other.makers
 
 
 def is_proven(record: Record, here: Versions) -> bool:
@@ -44,7 +44,6 @@ def is_proven(record: Record, here: Versions) -> bool:
     )
 
 
-@functools.cache
 def driver_version() -> str:
     """Returns the version of the GPU driver, or `none` without one."""
     try:
@@ -53,7 +52,6 @@ def driver_version() -> str:
         return NO_DRIVER
 
 
-@functools.cache
 def _ptxas_version() -> str:
     """Returns the version of the ptxas that Triton runs for Hopper, of those that it contains."""
     from triton.backends.nvidia.compiler import get_ptxas

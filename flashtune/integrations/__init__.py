@@ -19,6 +19,6 @@ def wait(timeout: float | None = None) -> bool:
     Returns:
         Whether all are prepared. False if the timeout ended first.
     """
-    from flashtune.runtime import deferred
+    from flashtune.runtime.session import SESSION
 
-    return deferred.wait(timeout)
+    return SESSION.wait(timeout)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.kernel import POINTER_ALIGNMENT
-from flashtune.integrations.operator_overrides import ForwardOperator, Reading, is_marked, random_states
+from flashtune.integrations.operator_overrides import Reading, is_marked, random_states
 from flashtune.integrations.sdpa_operators import is_dense
 from flashtune.request.call import Call, Options
 from flashtune.request.request import Result
@@ -40,10 +40,23 @@ def has_known_results(name: str) -> bool:
     if name not in (CUDNN_FORWARD, CudnnForwardInto.name, CudnnBackward.name):
         return True
     forward = getattr(torch.ops.aten, CUDNN_FORWARD, None)
-    return forward is not None and any(one.name == "block_table" for one in forward.default._schema.arguments)
+    return forward is not None and any(
+        argument.name == "block_table" for argument in forward.default._schema.arguments
+    )
 
 
-class FlashForward(ForwardOperator):
+class ReadCalls:
+    """Forward operators of which each call is read, because packed sequences differ in each."""
+
+    flags = 2
+    has_options = True
+    is_packed = False
+
+    def inputs(self, *_: object) -> None:
+        """Returns nothing."""
+
+
+class FlashForward(ReadCalls):
     """`_flash_attention_forward`.
 
     Its arguments are query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal and
@@ -71,7 +84,7 @@ class FlashForward(ForwardOperator):
         return out, lse, *random_states(args[0], torch.uint64, 2), args[0].new_empty(0)
 
 
-class FlashForwardInto(ForwardOperator):
+class FlashForwardInto(ReadCalls):
     """`_flash_attention_forward_no_dropout_inplace`, which has the output as its first argument."""
 
     name = "_flash_attention_forward_no_dropout_inplace"
@@ -120,7 +133,7 @@ class FlashBackward:
         return _in_layout(gradients.dq, reading.call.options.layout), gradients.dk, gradients.dv
 
 
-class CudnnForward(ForwardOperator):
+class CudnnForward(ReadCalls):
     """`_cudnn_attention_forward` of packed and paged sequences.
 
     Its arguments are query, key, value, attn_bias, cum_seq_q, cum_seq_k, max_q, max_k, compute_log_sumexp,
@@ -151,7 +164,7 @@ class CudnnForward(ForwardOperator):
         )
 
 
-class CudnnForwardInto(ForwardOperator):
+class CudnnForwardInto(ReadCalls):
     """`_cudnn_attention_forward_no_dropout_inplace`.
 
     Its arguments are out, query, key, value, cum_seq_q, cum_seq_k, max_q, max_k and is_causal.
@@ -236,22 +249,24 @@ def _reading(
         layout = _layout(q)
         if table is not None or not layout:
             return None  # without a layout the output would have other strides
-        usual = USUAL
-        found = Options(layout=layout, kv_layout="bshd", **mask)
+        baseline = USUAL
+        call_options = Options(layout=layout, kv_layout="bshd", **mask)
         q = _in_layout(q, layout)
     else:
         if not is_dense(q, (0, 1)):
             return None  # the output would have other strides
-        usual = None
+        baseline = None
         if table is not None and lengths is not None:
             side = ExtraInputs(cu_seqlens_q=starts_q, seqlens_kv=lengths, block_table=table)
-            found = Options(layout="thd", kv_layout="bshd", max_seqlen_q=max_q, **mask)
+            call_options = Options(layout="thd", kv_layout="bshd", max_seqlen_q=max_q, **mask)
         elif table is None and lengths is None and starts_k is not None:
             side = ExtraInputs(cu_seqlens_q=starts_q, cu_seqlens_kv=starts_k)
-            found = Options(layout="thd", kv_layout="thd", max_seqlen_q=max_q, max_seqlen_k=max_k, **mask)
+            call_options = Options(
+                layout="thd", kv_layout="thd", max_seqlen_q=max_q, max_seqlen_k=max_k, **mask
+            )
         else:
             return None
-    return Reading(Call(q, k, v, options.get("scale"), found, side), needs_grad, usual)
+    return Reading(Call(q, k, v, options.get("scale"), call_options, side), needs_grad, baseline)
 
 
 def _bound(size: int | None) -> int | None:

@@ -23,12 +23,12 @@ def host_library(
     package = distribution or module.partition(".")[0]
     needed = f"{package} >= {least}" + ("" if below is None else f", < {below}")
     try:
-        found = installed_version(package)
+        version = installed_version(package)
     except ImportError:
         raise UsageError(f"{package} is not installed: install {needed}") from None
-    if _numbers(found) < _numbers(least) or (below is not None and _numbers(found) >= _numbers(below)):
-        age = "old" if _numbers(found) < _numbers(least) else "new"
-        raise UsageError(f"{package} {found} is too {age}: install {needed}")
+    if _numbers(version) < _numbers(least) or (below is not None and _numbers(version) >= _numbers(below)):
+        age = "old" if _numbers(version) < _numbers(least) else "new"
+        raise UsageError(f"{package} {version} is too {age}: install {needed}")
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -36,7 +36,7 @@ def host_library(
         # as a missing name, come from a module that is there.
         missing = isinstance(error, ModuleNotFoundError) and "." in (error.name or "")
         if missing and f"{module}.".startswith(f"{error.name}."):
-            raise _too_new(package, found, error.name, least) from error
+            raise _too_new(package, version, error.name, least) from error
         raise UsageError(f"{module} cannot be imported ({error}): install {needed}") from error
 
 
@@ -49,17 +49,17 @@ def host_attribute(module: str, name: str, least: str, below: str | None = None)
         least: The oldest version that works.
         below: The first version that does not work any more. None if there is none.
     """
-    found = host_library(module, least, below)
+    library = host_library(module, least, below)
     try:
-        return getattr(found, name)
+        return getattr(library, name)
     except AttributeError as error:
         package = module.partition(".")[0]
         raise _too_new(package, installed_version(package), f"{module}.{name}", least) from error
 
 
-def _too_new(package: str, found: str, missing: str | None, least: str) -> UsageError:
+def _too_new(package: str, version: str, missing: str | None, least: str) -> UsageError:
     """Returns the error about a name that was there in the oldest version that works."""
-    return UsageError(f"{package} {found} has no {missing}: install {package} {least} or a newer flashtune")
+    return UsageError(f"{package} {version} has no {missing}: install {package} {least} or a newer flashtune")
 
 
 def _numbers(version: str) -> tuple[int, ...]:

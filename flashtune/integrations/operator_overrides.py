@@ -17,20 +17,17 @@ import torch
 from torch import Tensor
 
 from flashtune.core.arguments import MAX_FLOAT32
+from flashtune.core.caches import keep
 from flashtune.core.features.records import ExtraInputs
 from flashtune.core.notices import warn_once
-from flashtune.core.session import SESSION, keep
 from flashtune.launch.launcher import current_device
 from flashtune.launch.workspaces import allocator
-from flashtune.recording.recorder import recording
 from flashtune.request.call import Call, Options
 from flashtune.request.request import Executor, Result
-from flashtune.runtime import deferred
-from flashtune.runtime.deferred import Passes
+from flashtune.runtime.buckets import Passes
 from flashtune.runtime.gradients import BackwardInputs, Gradients
+from flashtune.runtime.session import SESSION, Session
 
-# The first word in the names of the caches here.
-OWNER = "torch"
 # The address of a served call's first random state, modulo a number that divides those of other states.
 # Compilers assert that it is a multiple of 16.
 MARK, MEMORY_ALIGNMENT = 16, 64
@@ -80,7 +77,7 @@ class Pause:
 class Reading(NamedTuple):
     """A call of an operator as flashtune computes it."""
 
-    call: Call  # The call.
+    call: Call
     needs_grad: bool  # Whether a backward pass may follow.
     # Name of the replaced operator in records, or None if it has no measurements.
     usual: str | None
@@ -97,30 +94,20 @@ class ForwardOperator(Protocol):
     """A forward operator."""
 
     name: str  # Its name in the library `aten`.
-    flags: int = 2  # The number of arguments after the fourth that are not numbers.
-    has_options: bool = True  # Whether calls differ by options, and by whether gradients are recorded.
+    flags: int  # The number of arguments after the fourth that are not numbers.
+    has_options: bool  # Whether calls differ by options, and by whether gradients are recorded.
     # Whether calls without a fifth argument, which begins packed sequences, are passed on.
-    is_packed: bool = False
+    is_packed: bool
 
     def read(self, args: tuple[Any, ...], options: dict[str, Any], /) -> Reading | None:
         """Returns the call, or None if flashtune does not compute such calls of the operator."""
         ...
 
     def inputs(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        other: Tensor | None,
-        known: Options,
-        /,
+        self, q: Tensor, k: Tensor, v: Tensor, other: Tensor | None, known: Options, /
     ) -> Inputs | None:
-        """Returns the inputs of a later call with the same options.
-
-        None if each call must be read. That is the default, because packed sequences differ in each.
-        """
-        del q, k, v, other, known
-        return None
+        """Returns the inputs of a later call with the same options. None if each call must be read."""
+        ...
 
     def results(self, result: Result, args: tuple[Any, ...], options: Options, /) -> Any:
         """Returns the operator's results from those of a kernel for a call with these options."""
@@ -145,19 +132,20 @@ class BackwardOperator(Protocol):
         ...
 
 
-def forward_override(operator: ForwardOperator, original: Kernel) -> Kernel:
+def forward_override(operator: ForwardOperator, original: Kernel, session: Session = SESSION) -> Kernel:
     """Returns the override of a forward operator with an original kernel."""
     # Properties of calls that are passed on at once, and the executors of calls that are served.
-    refused: Refused = SESSION.cache(f"{OWNER} refused by {operator.name}")
-    served: dict[tuple[object, ...], Served] = SESSION.cache(f"{OWNER} served by {operator.name}")
+    refused: Refused
+    served: dict[tuple[object, ...], Served]
+    refused, served = session.operators.setdefault(operator.name, ({}, {}))
     skipped = operator.flags
 
     def override(
         keyset: object, q: Tensor, k: Tensor, v: Tensor, other: Tensor | None, *flags: Any, **options: Any
     ) -> Any:
         # These lines are the host time of calls that are passed on.
-        given = None if other is None else (other.shape, other.stride(), other.dtype)
-        short: tuple[object, ...] = q.shape, k.shape, q.dtype, given, flags[skipped:], same_bits()
+        other_kind = None if other is None else (other.shape, other.stride(), other.dtype)
+        short: tuple[object, ...] = q.shape, k.shape, q.dtype, other_kind, flags[skipped:], same_bits()
         if operator.has_options:
             short = *short, torch.is_grad_enabled(), *_settings(options)
         if short in refused or (pauses_here() and is_paused()):
@@ -167,18 +155,18 @@ def forward_override(operator: ForwardOperator, original: Kernel) -> Kernel:
         strides = q.stride(), k.stride(), v.stride()
         devices = q.device, k.device, v.device, None if other is None else other.device
         key = short, strides, v.shape, k.dtype, v.dtype, devices
-        found = served.get(key)
-        if found is not None and (scale is None or 0.0 <= scale <= MAX_FLOAT32):
-            inputs = operator.inputs(q, k, v, other, found.options)
+        entry = served.get(key)
+        if entry is not None and (scale is None or 0.0 <= scale <= MAX_FLOAT32):
+            inputs = operator.inputs(q, k, v, other, entry.options)
             if inputs is not None:
                 q_, k_, v_, side = inputs
-                return operator.results(found.forward(q_, k_, v_, scale, side), args, found.options)
-        known = _known(operator, args, options, refused, short)
-        if known is None:
+                return operator.results(entry.forward(q_, k_, v_, scale, side), args, entry.options)
+        prepared = _known(session, operator, args, options, refused, short)
+        if prepared is None:
             return original(keyset, *args, **options)
-        reading, passes = known
+        reading, passes = prepared
         call = reading.call
-        if not recording() and operator.inputs(q, k, v, other, call.options) is not None:
+        if not session.recordings and operator.inputs(q, k, v, other, call.options) is not None:
             keep(served, key, Served(passes.forward, call.options))
         result = passes.forward(call.q, call.k, call.v, call.scale, call.side)
         return operator.results(result, args, call.options)
@@ -200,15 +188,15 @@ def _settings(options: dict[str, Any]) -> Iterator[object]:
             yield name, options[name] if isinstance(options[name], int) else True
 
 
-def backward_override(operator: BackwardOperator, original: Kernel) -> Kernel:
+def backward_override(operator: BackwardOperator, original: Kernel, session: Session = SESSION) -> Kernel:
     """Returns the override of a backward operator with an original kernel."""
 
     def override(keyset: object, *args: Any, **options: Any) -> Any:
-        known = _known(operator, args, options)
-        backward = None if known is None else known[1].backward
-        if known is None or backward is None:
+        prepared = _known(session, operator, args, options)
+        backward = None if prepared is None else prepared[1].backward
+        if prepared is None or backward is None:
             return original(keyset, *args, **options)
-        reading = known[0]
+        reading = prepared[0]
         call = reading.call
         out, lse, dout = operator.saved(args, reading)
         gradients = backward(BackwardInputs(*call[:3], out, lse, dout, None, call.scale, call.side))
@@ -218,6 +206,7 @@ def backward_override(operator: BackwardOperator, original: Kernel) -> Kernel:
 
 
 def _known(
+    session: Session,
     operator: ForwardOperator | BackwardOperator,
     args: tuple[Any, ...],
     options: dict[str, Any],
@@ -230,7 +219,7 @@ def _known(
         reading = operator.read(args, options)
         if reading is None:
             return None
-        entry = deferred.entry_of(reading.call, reading.usual, reading.needs_grad, "torch")
+        entry = session.entry(reading.call, reading.usual, reading.needs_grad, "torch")
     except Exception as failure:  # noqa: BLE001 - a call must not fail because another operator was tried
         warn_once("override", f"torch's operator serves, because its override failed: {failure!r}")
         return None
@@ -316,7 +305,7 @@ def _allocators(
     """Returns functions that allocate both states, and the number of elements before the first one."""
     before = MARK // dtype.itemsize
     shape = (before + (sizes[0] if sizes else 1),)
-    first, second = (torch.empty(one, dtype=dtype, device="meta") for one in (shape, ()))
+    first, second = (torch.empty(extents, dtype=dtype, device="meta") for extents in (shape, ()))
     return allocator(first, device), allocator(second, device), before
 
 

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from flashtune.core.canonical import rounded_up
 from flashtune.request.call import Call, paged_call, varlen_call
-from flashtune.runtime.call_cache import call_key, executor_of, unsigned
+from flashtune.runtime.call_key import unsigned
+from flashtune.runtime.session import SESSION
 
 # Keyword arguments of `attention_paged` and `attention_varlen`.
 Options = Mapping[str, Any]
@@ -59,8 +60,7 @@ def packed_call(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, o
 
 def prepare(call: Call) -> None:
     """Selects, compiles and loads the kernels of a call and checks them, without its result."""
-    call = unsigned(call)
-    executor_of(call_key(call), call)
+    SESSION.executor(unsigned(call))
 
 
 def window_of(tokens: int | None, causal: bool) -> dict[str, Any]:

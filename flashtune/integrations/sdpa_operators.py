@@ -6,7 +6,6 @@ head_dim] in memory. The log-sum-exp is natural, and float32 [batch, heads, seql
 That of the efficient one is padded with infinity to a multiple of 32 queries.
 """
 
-import functools
 from typing import Any
 
 import torch
@@ -28,6 +27,12 @@ USUAL = {CUDNN: "sdpa-cudnn", EFFICIENT: "sdpa-efficient"}
 PADDED_QUERIES = 32
 # Orders of the dimensions of [batch, heads, seqlen, head_dim] in memory, without the last one.
 HEADS_FIRST, HEADS_LAST = (0, 1, 2), (0, 2, 1)
+# The options of all calls, by the alignment of the causal mask and whether the heads are last in memory.
+OPTIONS = {
+    (causal, heads_last): Options(causal, "bshd" if heads_last else "bhsd")
+    for causal in ("none", "bottom_right", "top_left")
+    for heads_last in (False, True)
+}
 
 
 class DenseForward:
@@ -119,8 +124,8 @@ class DenseBackward:
 
     def results(self, gradients: Gradients, reading: Reading) -> tuple[Tensor | None, ...]:
         """Returns the gradients of query, key and value. The efficient backend has one of the bias too."""
-        found = _heads_first(gradients.dq, reading.call.options), gradients.dk, gradients.dv
-        return found if self._is_cudnn else (*found, None)
+        returned = _heads_first(gradients.dq, reading.call.options), gradients.dk, gradients.dv
+        return returned if self._is_cudnn else (*returned, None)
 
 
 def _reading(
@@ -144,13 +149,8 @@ def _reading(
         heads_last = True
     alignment = "none" if not causal else "bottom_right" if q.shape[2] == k.shape[2] else "top_left"
     side = NO_EXTRA_INPUTS if bias is None else ExtraInputs(bias=bias)
-    call = Call(q.transpose(1, 2) if heads_last else q, k, v, scale, _options(alignment, heads_last), side)
+    call = Call(q.transpose(1, 2) if heads_last else q, k, v, scale, OPTIONS[alignment, heads_last], side)
     return Reading(call, needs_grad, usual)
-
-
-@functools.cache
-def _options(causal: str, heads_last: bool) -> Options:
-    return Options(causal, "bshd" if heads_last else "bhsd")
 
 
 def is_dense(tensor: Tensor, order: tuple[int, ...]) -> bool:
@@ -162,11 +162,11 @@ def is_dense(tensor: Tensor, order: tuple[int, ...]) -> bool:
     if strides[-1] != 1 and shape[-1] > 1:
         return False
     least = shape[-1]
-    for place in reversed(order):
-        if shape[place] > 1:
-            if strides[place] < least:
+    for dimension in reversed(order):
+        if shape[dimension] > 1:
+            if strides[dimension] < least:
                 return False
-            least = strides[place] * shape[place]
+            least = strides[dimension] * shape[dimension]
     return True
 
 

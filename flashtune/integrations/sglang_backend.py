@@ -129,18 +129,8 @@ class ServingBackend:
         """Returns the attention of new tokens, [tokens, heads · value_head_dim]."""
         return self._attend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
 
-    def forward_decode(
-        self,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer: RadixAttention,
-        forward_batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        **kwargs: Any,
-    ) -> Tensor:
-        """Returns the attention of one new token per sequence, [batch, heads · value_head_dim]."""
-        return self._attend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+    # Decoding has one new token per sequence.
+    forward_decode = forward_extend
 
     def _metadata(self, forward_batch: ForwardBatch, pages: int) -> Metadata:
         """Returns the metadata of a decoding batch, for sequences of up to `pages` pages."""
@@ -166,9 +156,9 @@ class ServingBackend:
         sinks: Tensor | None = None,
         **others: object,
     ) -> Tensor:
-        given = sorted(name for name, value in others.items() if value is not None and value is not False)
-        if given:
-            raise NotImplementedError(f"flashtune's attention backend does not take {', '.join(given)}")
+        names = sorted(name for name, value in others.items() if value is not None and value is not False)
+        if names:
+            raise NotImplementedError(f"flashtune's attention backend does not take {', '.join(names)}")
         metadata = self.forward_metadata
         assert metadata is not None
         if save_kv_cache and k is not None:

@@ -25,7 +25,6 @@ from torch.nn import attention as torch_attention
 from flashtune.core.arguments import kind_of, shown
 from flashtune.core.errors import UsageError
 from flashtune.core.locks import ModuleLock
-from flashtune.core.session import SESSION
 from flashtune.integrations.flash_operators import (
     CudnnBackward,
     CudnnForward,
@@ -36,7 +35,6 @@ from flashtune.integrations.flash_operators import (
     has_known_results,
 )
 from flashtune.integrations.operator_overrides import (
-    OWNER,
     BackwardOperator,
     ForwardOperator,
     Kernel,
@@ -49,7 +47,7 @@ from flashtune.integrations.operator_overrides import (
     last_pause,
 )
 from flashtune.integrations.sdpa_operators import CUDNN, EFFICIENT, DenseBackward, DenseForward
-from flashtune.runtime.deferred import warm_up
+from flashtune.runtime.session import SESSION
 
 __all__ = ["Activation", "activate", "deactivate", "disable_for", "disabled", "is_active"]
 
@@ -92,9 +90,9 @@ class Overrides:
         self._overrides: dict[str, Kernel] = {}
         self._kernels: list[Any] = []
         try:
-            for one in forward:
-                if (original := self._original(one.name)) is not None:
-                    self._register(one.name, forward_override(one, original))
+            for override in forward:
+                if (original := self._original(override.name)) is not None:
+                    self._register(override.name, forward_override(override, original))
             for other in backward:
                 if (original := self._original(other.name)) is not None:
                     self._register(other.name, backward_override(other, original))
@@ -191,10 +189,10 @@ class RegisteredNames:
             raise UsageError(
                 f"torch {torch.__version__} is too new: install an older one or a newer flashtune"
             )
-        known = sorted({NAME, *KNOWN, *registered})
+        accepted = sorted({NAME, *KNOWN, *registered})
         for name in names:
-            if name not in known:
-                words = " or ".join(map(repr, known))
+            if name not in accepted:
+                words = " or ".join(map(repr, accepted))
                 raise UsageError(f"names has {shown(name)}, which no program activates: pass {words}")
         self._registered: dict[str, Callable[..., Any]] = registered
         self._earlier = {name: registered.get(name) for name in names}
@@ -273,7 +271,7 @@ def activate(*, names: str | Sequence[str] = NAME) -> Activation:
             dense.remove()
             raise
         _dense, _names = dense, registered
-        warm_up()
+        SESSION.warm_up()
         return Activation(began=True)
 
 
@@ -288,7 +286,7 @@ def deactivate() -> None:
             return
         dense, names = _dense, _names
         _dense, _names = None, None
-        SESSION.forget(OWNER)
+        SESSION.forget_operators()
         dense.remove()
         names.remove()
 

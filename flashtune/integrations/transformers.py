@@ -19,14 +19,13 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from flashtune.core.caches import keep
 from flashtune.core.errors import UsageError
-from flashtune.core.session import keep
 from flashtune.integrations import transformers_masks as masks
 from flashtune.integrations.host_library import host_attribute, host_library
 from flashtune.integrations.transformers_jobs import Job, Layer, job_of, layer_of, moved, refused_jobs
 from flashtune.request.request import Executor
-from flashtune.runtime import deferred
-from flashtune.runtime.deferred import State
+from flashtune.runtime.session import SESSION
 from flashtune.runtime.torch_modes import is_compiling, is_tracing, runs_eagerly
 from flashtune.runtime.torch_ops import call_operator
 
@@ -146,8 +145,8 @@ def attention(
 
 def _computed(layer: Layer, softcap: float | None, sinks: Tensor | None, dropout: float) -> Tensor | None:
     """Returns the output of a layer by flashtune, or None if transformers' attention serves it."""
-    given = layer.q, layer.k, layer.v
-    is_eager = runs_eagerly(*given) and not is_tracing()
+    operands = layer.q, layer.k, layer.v
+    is_eager = runs_eagerly(*operands) and not is_tracing()
     if layer.q.device.type not in DEVICES or not (is_compiling() or is_eager):
         return None
     layer = layer.casted()
@@ -213,11 +212,11 @@ def prepared(job: Job) -> Executor | None:
     A layer that is computed again must have the same attention.
     """
     for _ in range(STEPS):
-        entry = deferred.entry_of(job.call, job.usual, caller="transformers")
-        is_settled = entry is not None and entry.state is not State.PENDING
+        entry = SESSION.entry(job.call, job.usual, caller="transformers")
+        is_settled = entry is not None and (entry.passes is not None or entry.is_refused)
         if is_settled or (job.call.side.seed is None and saving_hooks(True) is None):
             break
-        deferred.wait()
+        SESSION.wait()
     if job.short is not None and entry is not None and entry.may_be_skipped:
         keep(refused_jobs, job.short, True)
     return None if entry is None or entry.passes is None else entry.passes.executor

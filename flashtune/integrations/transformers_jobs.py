@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
-from flashtune.core.session import SESSION
 from flashtune.dispatch.masked_sdpa import chosen_backend
 from flashtune.dispatch.sdpa_times import MATH
 from flashtune.integrations import transformers_masks as masks
@@ -20,6 +19,7 @@ from flashtune.integrations.transformers_masks import Structure
 from flashtune.request.autocast import autocast, autocast_dtype
 from flashtune.request.call import Call, Options
 from flashtune.request.dropout import draw_seed
+from flashtune.runtime.session import SESSION
 from flashtune.runtime.torch_modes import is_compiling
 
 HALF = (torch.bfloat16, torch.float16)
@@ -27,8 +27,8 @@ HALF = (torch.bfloat16, torch.float16)
 # take longer to move than their masks to read.
 MIN_MOVED = 256
 
-# Jobs that flashtune does not serve, so that their tensors are not made again.
-refused_jobs: dict[tuple[object, ...], bool] = SESSION.cache("refused by transformers")
+# Properties of layers that flashtune does not serve, so that their tensors are not made again.
+refused_jobs = SESSION.refused_jobs
 
 
 class Job(NamedTuple):
@@ -170,7 +170,7 @@ def _packed(layer: Layer) -> Job | None:
         max_seqlen_k=longest_k,
     )
     side = layer.side._replace(cu_seqlens_q=starts_q, cu_seqlens_kv=starts_k)
-    q, k, v = (one[0].transpose(0, 1) for one in (layer.q, layer.k, layer.v))
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (layer.q, layer.k, layer.v))
     return Job(Call(q, k, v, layer.scale, options, side), None)
 
 
@@ -183,8 +183,8 @@ def _unmasked(layer: Layer) -> Job | None:
         if layer.seqlen_q > layer.seqlen_kv:
             return None
         k, v = k[:, :, : layer.seqlen_q], v[:, :, : layer.seqlen_q]
-    usual = _usual(q, k, v, None, causal) if layer.is_plain else None
-    return Job(_dense(q, k, v, layer.scale, layer.side, Structure(causal)), usual)
+    baseline = _usual(q, k, v, None, causal) if layer.is_plain else None
+    return Job(_dense(q, k, v, layer.scale, layer.side, Structure(causal)), baseline)
 
 
 def _masked(layer: Layer) -> Job | None:
@@ -195,8 +195,8 @@ def _masked(layer: Layer) -> Job | None:
     if bias.dtype is not torch.bool and bias.dtype is not q.dtype:
         return None
     has_usual = layer.is_plain and not (layer.is_half and layer.seqlen_q == 1)
-    usual = _usual(q, k, v, bias, False) if has_usual else None
-    return Job(_dense(q, k, v, layer.scale, layer.side._replace(bias=bias), Structure()), usual)
+    baseline = _usual(q, k, v, bias, False) if has_usual else None
+    return Job(_dense(q, k, v, layer.scale, layer.side._replace(bias=bias), Structure()), baseline)
 
 
 def _with_moved_padding(layer: Layer) -> Job | None:
@@ -207,7 +207,8 @@ def _with_moved_padding(layer: Layer) -> Job | None:
         return None
     order, inverse = layer.pattern.orders
     q, k, v = (
-        moved(one.transpose(1, 2), order, inverse).transpose(1, 2) for one in (layer.q, layer.k, layer.v)
+        moved(tensor.transpose(1, 2), order, inverse).transpose(1, 2)
+        for tensor in (layer.q, layer.k, layer.v)
     )
     call = _dense(q, k, v, layer.scale, layer.side, layer.pattern.structure)
     return Job(call, None, (inverse, order), short)
@@ -219,11 +220,11 @@ def _patterned(layer: Layer) -> Job | None:
     assert layer.pattern is not None
     q, k, v, valid = layer.q, layer.k, layer.v, layer.pattern.valid
     has_usual = layer.is_plain and not layer.is_half
-    usual = _usual(q, k, v, masks.boolean_mask(layer.mask, layer.seqlen_q), False) if has_usual else None
+    baseline = _usual(q, k, v, masks.boolean_mask(layer.mask, layer.seqlen_q), False) if has_usual else None
     side = layer.side._replace(
         bias=None if valid is None else valid[:, None, None], seqlens_kv=layer.pattern.lengths
     )
-    return Job(_dense(q, k, v, layer.scale, side, layer.pattern.structure), usual)
+    return Job(_dense(q, k, v, layer.scale, side, layer.pattern.structure), baseline)
 
 
 # Whether a layer is of a kind, and the function that makes its job. The first kind that fits counts. Other
@@ -260,9 +261,9 @@ def _biased(layer: Layer, bias: Tensor, merges: bool) -> Job | None:
     bias = bias.contiguous()
     if bias.dtype is not q.dtype:
         return None
-    usual = _usual(q, k, v, bias, False) if layer.is_plain else None
+    baseline = _usual(q, k, v, bias, False) if layer.is_plain else None
     call = _dense(q, k, v, layer.scale, layer.side._replace(bias=bias), Structure(is_apart))
-    return Job(call, usual, None, short, is_apart)
+    return Job(call, baseline, None, short, is_apart)
 
 
 def _dense(

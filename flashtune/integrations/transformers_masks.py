@@ -123,21 +123,21 @@ def attention_mask(
         use_vmap=use_vmap,
         device=device,
     )
-    found = None if use_vmap or is_compiling() else structure_of(mask_function)
-    if found is None or type(kv_offset) is not int:
+    structure = None if use_vmap or is_compiling() else structure_of(mask_function)
+    if structure is None or type(kv_offset) is not int:
         return complete()
     # Keys up to the last query. An offset on the device is not read.
     keys = q_offset + q_length - kv_offset
-    if found.causal and q_length > 1 and isinstance(keys, int):
+    if structure.causal and q_length > 1 and isinstance(keys, int):
         kv_length = min(keys, kv_length)  # the rest of a static cache is hidden
-    found = _needed(found, kv_length)
+    structure = _needed(structure, kv_length)
     valid = None if attention_mask is None else _valid(attention_mask, kv_length, kv_offset)
     is_aligned = isinstance(keys, int) and keys == kv_length
     is_own = is_aligned and q_length == kv_length
-    may_skip = allow_is_causal_skip if found.causal else allow_is_bidirectional_skip
-    if q_length == 1 and found.causal and (found.hides_more or not is_aligned):
+    may_skip = allow_is_causal_skip if structure.causal else allow_is_bidirectional_skip
+    if q_length == 1 and structure.causal and (structure.hides_more or not is_aligned):
         return complete()
-    if not found.hides_more and (q_length == 1 or not found.causal):
+    if not structure.hides_more and (q_length == 1 or not structure.causal):
         # All queries see the same keys.
         if valid is not None:
             return valid[:, None, None].expand(-1, -1, q_length, -1)
@@ -145,17 +145,17 @@ def attention_mask(
     config = others.get("config")
     # Layers with the keys of another layer may get only the last queries. These need a mask.
     may_skip = may_skip and not getattr(config, "num_kv_shared_layers", 0)
-    if may_skip and is_own and found.causal and not found.hides_more and valid is None:
+    if may_skip and is_own and structure.causal and not structure.hides_more and valid is None:
         return None
     # Models that select keys read their mask.
-    is_read = found.segments is None or getattr(config, "index_topk", None)
-    if (is_read and not allow_is_causal_skip) if found.causal else not is_aligned:
+    is_read = structure.segments is None or getattr(config, "index_topk", None)
+    if (is_read and not allow_is_causal_skip) if structure.causal else not is_aligned:
         return complete()
     lengths = None
     if not is_aligned:
         lengths = torch.full((batch_size,), 0, dtype=torch.int32, device=device) + keys
-    spans = _spans(found, valid, q_length, kv_length, kv_offset - q_offset, device)
-    setattr(spans, PATTERN, Pattern(found, valid, lengths, is_own))
+    spans = _spans(structure, valid, q_length, kv_length, kv_offset - q_offset, device)
+    setattr(spans, PATTERN, Pattern(structure, valid, lengths, is_own))
     return spans
 
 
@@ -174,23 +174,23 @@ def is_spans(mask: Tensor) -> bool:
 
 def pattern_of(mask: Tensor, seqlen_q: int, seqlen_kv: int) -> Pattern | None:
     """Returns the pattern of spans, or None if it is not known for these lengths, and in compilers."""
-    found: Pattern | None = None if is_compiling() else getattr(mask, PATTERN, None)
-    if found is None or mask.shape[-1] != seqlen_kv or (found.is_own and seqlen_q != seqlen_kv):
+    pattern: Pattern | None = None if is_compiling() else getattr(mask, PATTERN, None)
+    if pattern is None or mask.shape[-1] != seqlen_kv or (pattern.is_own and seqlen_q != seqlen_kv):
         return None
-    return found
+    return pattern
 
 
 def boolean_mask(mask: Tensor, seqlen_q: int) -> Tensor:
     """Returns spans as a boolean mask [batch, 1, seqlen_q, seqlen_kv]. Other masks are returned unchanged."""
     if not is_spans(mask):
         return mask
-    found: Tensor | None = None if is_compiling() else getattr(mask, BOOLEAN, None)
-    if found is None or found.shape[2] != seqlen_q:
+    boolean: Tensor | None = None if is_compiling() else getattr(mask, BOOLEAN, None)
+    if boolean is None or boolean.shape[2] != seqlen_q:
         rows = torch.arange(-seqlen_q, 0, device=mask.device, dtype=torch.int32)[:, None]
-        found = (rows >= mask[:, :1]) & (rows <= mask[:, 1:])
+        boolean = (rows >= mask[:, :1]) & (rows <= mask[:, 1:])
         if not is_compiling():
-            setattr(mask, BOOLEAN, found)
-    return found
+            setattr(mask, BOOLEAN, boolean)
+    return boolean
 
 
 def selected_mask(mask: Tensor, indices: Tensor, seqlen_q: int, seqlen_kv: int) -> Tensor:
@@ -242,19 +242,19 @@ def structure_of(function: MaskFunction | None) -> Structure | None:
     if getattr(function, "__module__", None) != MODULE or cells is None:
         return None
     kind = function.__qualname__.partition(".")[0]
-    given = dict(zip(function.__code__.co_freevars, (cell.cell_contents for cell in cells), strict=True))
+    variables = dict(zip(function.__code__.co_freevars, (cell.cell_contents for cell in cells), strict=True))
     match kind:
         case "and_masks":
-            return _intersection([structure_of(one) for one in given["mask_functions"]])
+            return _intersection([structure_of(part) for part in variables["mask_functions"]])
         case "sliding_window_overlay":
-            return Structure(left=given["sliding_window"] - 1)
+            return Structure(left=variables["sliding_window"] - 1)
         case "sliding_window_bidirectional_overlay":
-            return Structure(left=given["sliding_window"], right=given["sliding_window"])
+            return Structure(left=variables["sliding_window"], right=variables["sliding_window"])
         case "packed_sequence_mask_function":
-            return Structure(segments=given["packed_sequence_mask"])
+            return Structure(segments=variables["packed_sequence_mask"])
         case "remap_positions_for_packed_sequence":
             # Positions within a sequence are consecutive, so that their differences are those of indices.
-            return structure_of(given["mask_function"])
+            return structure_of(variables["mask_function"])
         case _:
             return None
 
@@ -262,10 +262,10 @@ def structure_of(function: MaskFunction | None) -> Structure | None:
 def _intersection(parts: list[Structure | None]) -> Structure | None:
     """Returns the structure of all parts together, or None if one is unknown or two are of one kind."""
     merged = Structure()
-    for one in parts:
-        if one is None:
+    for part in parts:
+        if part is None:
             return None
-        for name, value in one._asdict().items():
+        for name, value in part._asdict().items():
             if value is None or value is False:
                 continue
             if name != "causal" and getattr(merged, name) is not None:
@@ -277,7 +277,7 @@ def _intersection(parts: list[Structure | None]) -> Structure | None:
 def _needed(structure: Structure, keys: int) -> Structure:
     """Returns a structure without the limits that hide none of so many keys."""
     left, right = (
-        None if one is None or one >= keys - 1 else one for one in (structure.left, structure.right)
+        None if bound is None or bound >= keys - 1 else bound for bound in (structure.left, structure.right)
     )
     return structure._replace(left=left, right=right)
 

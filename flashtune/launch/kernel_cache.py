@@ -6,7 +6,8 @@ have written it. So modified code is never used. Each kernel is compiled and loa
 shapes.
 """
 
-import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -14,7 +15,6 @@ from flashtune.core.errors import KernelError
 from flashtune.core.files import read_own
 from flashtune.core.kernel import Kernel, Specialization
 from flashtune.core.record import Record
-from flashtune.core.session import SESSION, keep
 from flashtune.core.target import Target
 from flashtune.launch.binding import Binary, compile_binary
 from flashtune.launch.compilation import MAX_SOURCE_BYTES, kernel_folder
@@ -22,39 +22,21 @@ from flashtune.launch.launcher import load
 from flashtune.templates.family import Family, kernel_of_source
 from flashtune.templates.registry import find_family, template_hash
 
-_rendered: dict[tuple[object, ...], Kernel] = SESSION.process_cache("rendered kernels")
-
 
 def kernel_of(record: Record, specialization: Specialization) -> Kernel:
     """Returns the kernel of a record's config for tensors of a specialization."""
-    cached = known_kernel(record, specialization)
-    return cached or _render(record, find_family(record.family), specialization)
+    family = find_family(record.family)
+    kernel = proven_copy(record, family, specialization)
+    if kernel is None:
+        from flashtune.templates.rendering import render
+
+        assert record.config is not None
+        kernel = render(family, record.problem, record.config, specialization)
+    return kernel
 
 
-def known_kernel(record: Record, specialization: Specialization) -> Kernel | None:
-    """Returns the kernel of a record's config, or None if it must be rendered."""
-    copy = _proven_copy(record, find_family(record.family), specialization)
-    return copy or _rendered.get(_properties(record, specialization))
-
-
-def remember_kernel(record: Record, specialization: Specialization, kernel: Kernel) -> None:
-    """Keeps a kernel that another process rendered."""
-    keep(_rendered, _properties(record, specialization), kernel)
-
-
-def _properties(record: Record, specialization: Specialization) -> tuple[object, ...]:
-    """Returns all on which the kernel of a record depends."""
-    return record.family, record.problem.computation, record.config, specialization
-
-
-def _render(record: Record, family: Family, specialization: Specialization) -> Kernel:
-    from flashtune.templates.rendering import render
-
-    assert record.config is not None
-    return render(family, record.problem, record.config, specialization)
-
-
-def _proven_copy(record: Record, family: Family, specialization: Specialization) -> Kernel | None:
+def proven_copy(record: Record, family: Family, specialization: Specialization) -> Kernel | None:
+    """Returns the kernel of a record from its verified copy, or None."""
     current = record.versions.template == template_hash(record.family)
     if (
         record.config is None
@@ -72,23 +54,33 @@ def _proven_copy(record: Record, family: Family, specialization: Specialization)
     return kernel if kernel.digest == record.kernel else None
 
 
-def binary_of(kernel: Kernel, target: Target, device: torch.device) -> Binary:
-    """Returns a kernel's binary, loaded onto a device."""
-    compiled = _compiled(kernel, target, device)
-    if isinstance(compiled, KernelError):
-        raise compiled
-    return compiled
+class Binaries:
+    """The binaries of kernels, each compiled and loaded once. They stay loaded."""
 
+    def __init__(
+        self,
+        compiled: Callable[[Kernel, Target], Binary] = compile_binary,
+        load: Callable[[Any, torch.device], object] = load,
+    ) -> None:
+        """Makes binaries by `compiled` and loads each of their parts by `load`."""
+        self._compiled, self._load = compiled, load
+        # An error is kept too, so that no new shape repeats the attempt.
+        self._binaries: dict[tuple[Kernel, Target, torch.device], Binary | KernelError] = {}
 
-@functools.cache
-def _compiled(kernel: Kernel, target: Target, device: torch.device) -> Binary | KernelError:
-    """Returns a binary or the error. An error is cached too, so that no new shape repeats the attempt."""
-    try:
-        binary = compile_binary(kernel, target)
-        # Load before the self-check, so that any compiler that Triton runs for the launch has finished.
-        for part in binary.values():
-            load(part, device)
-    except KernelError as error:
-        # Without the traceback, which would keep the caller's tensors alive.
-        return type(error)(str(error))
-    return binary
+    def of(self, kernel: Kernel, target: Target, device: torch.device) -> Binary:
+        """Returns a kernel's binary, loaded onto a device."""
+        key = kernel, target, device
+        binary = self._binaries.get(key)
+        if binary is None:
+            try:
+                binary = self._compiled(kernel, target)
+                # Load before the self-check. Any compiler that Triton runs for the launch has then finished.
+                for part in binary.values():
+                    self._load(part, device)
+            except KernelError as error:
+                # Without the traceback, which would keep the caller's tensors alive.
+                binary = type(error)(str(error))
+            self._binaries[key] = binary
+        if isinstance(binary, KernelError):
+            raise binary
+        return binary

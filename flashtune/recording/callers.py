@@ -1,16 +1,9 @@
-"""Stores which module of `flashtune.integrations` called, by problem, for explanations."""
-
-from __future__ import annotations
+"""Names the module of `flashtune.integrations` for which a thread calls, for explanations."""
 
 import functools
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
-
-from flashtune.core.session import SESSION, keep
-
-if TYPE_CHECKING:
-    from flashtune.core.problem import Problem
+from typing import ParamSpec, TypeVar
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -21,7 +14,6 @@ class _Current(threading.local):
 
 
 _current = _Current()
-_names: dict[Problem, str] = SESSION.cache("callers")
 
 
 def called_by(name: str) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
@@ -41,13 +33,6 @@ def called_by(name: str) -> Callable[[Callable[Parameters, Result]], Callable[Pa
     return decorated
 
 
-def note_caller(problem: Problem, name: str = "") -> None:
-    """Stores the caller of a problem: `name`, or else the module that this thread calls for, if any."""
-    name = name or _current.name
-    if name:
-        keep(_names, problem, name)
-
-
-def caller_of(problem: Problem) -> str:
-    """Returns the module that last prepared calls of a problem, or an empty text."""
-    return _names.get(problem, "")
+def present_caller() -> str:
+    """Returns the module that this thread calls for, or an empty text."""
+    return _current.name

@@ -1,4 +1,4 @@
-"""`record_calls`: counts the calls of each problem in a running program, for `flashtune search --from`.
+"""Recordings: they count the calls of each problem in a running program, for `flashtune search --from`.
 
 Calls have no overhead without a recording: executors are wrapped when they are prepared, and the start and
 end of a recording clear the call caches. A plan counts its calls only if it was created during a recording.
@@ -8,14 +8,11 @@ A file has one JSON line per problem with its number of calls, and no tensor dat
 one file. Each merges its counts under a lock on a second file, and replaces the file atomically.
 """
 
-from __future__ import annotations
-
 import atexit
-import contextlib
 import functools
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, ParamSpec, TypeVar
 
@@ -27,7 +24,6 @@ from flashtune.core.kernel import Specialization
 from flashtune.core.machine import RECORD_VARIABLE, user_path, variable
 from flashtune.core.notices import warn_once
 from flashtune.core.problem import Problem
-from flashtune.core.session import SESSION
 
 # The limits of a file. Problems with the fewest calls are omitted.
 MAX_LINES = 4096
@@ -38,9 +34,6 @@ LOCK_SECONDS = 30.0
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
-
-_lock = threading.Lock()
-_recordings: list[Recording] = []
 
 
 class CallCount(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -137,14 +130,16 @@ class Recording:
     """The calls of this process since the start of the recording, bounded in size."""
 
     def __init__(self, path: Path) -> None:
+        known_counts(path)
         self._path = path
+        self._lock = threading.Lock()
         self._tallies: dict[tuple[Problem, Specialization], Tally] = {}
         # A forked child has its parent's counts, and the parent writes them.
         self._process = os.getpid()
 
     def tally(self, problem: Problem, specialization: Specialization) -> Tally:
         """Returns the tally of a problem. Beyond the limit of problems, the tally is not written."""
-        with _lock:
+        with self._lock:
             key = problem, specialization
             if key not in self._tallies and len(self._tallies) >= MAX_LINES:
                 return Tally()
@@ -154,7 +149,7 @@ class Recording:
         """Merges the counts into the file."""
         if os.getpid() != self._process:
             return
-        with _lock:
+        with self._lock:
             tallies = tuple(self._tallies.items())
             self._tallies = {}
         counts = [CallCount(*key, tally.calls) for key, tally in tallies if tally.calls]
@@ -162,16 +157,14 @@ class Recording:
             add_counts(self._path, counts)
 
 
-def recording() -> bool:
-    """Returns whether a recording is active."""
-    return bool(_recordings)
-
-
 def counted(
-    executor: Callable[Parameters, Result], problem: Problem, specialization: Specialization
+    executor: Callable[Parameters, Result],
+    recordings: Iterable[Recording],
+    problem: Problem,
+    specialization: Specialization,
 ) -> Callable[Parameters, Result]:
     """Returns an executor that counts its calls for all recordings. Without one, returns `executor`."""
-    tallies = tuple(each.tally(problem, specialization) for each in tuple(_recordings))
+    tallies = tuple(recording.tally(problem, specialization) for recording in tuple(recordings))
     if not tallies:
         return executor
 
@@ -184,40 +177,18 @@ def counted(
     return counted_call
 
 
-@contextlib.contextmanager
-def record_calls(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Counts this process's calls of attention in the context, and merges the counts into a file.
-
-    The file has problems (shapes, types and features), alignment and counts, and no tensor data. Many
-    processes may use the same file. Shapes are prepared again after a recording starts or ends, so do not
-    start or end one during the capture of a CUDA graph.
-
-    Args:
-        path: A file of JSON lines for `flashtune search --from`. A missing file is created.
-
-    Raises:
-        UsageError: The file has other content, or cannot be written.
-    """
-    recording = _begin(Path(path))
+def recordings_of_process() -> tuple[Recording, ...]:
+    """Returns the recording that the environment variable asks for, if any. It is written at exit."""
     try:
-        yield
-    finally:
-        # An interrupted program's calls count too.
-        _end(recording)
-        recording.write()
-
-
-def _begin(path: Path) -> Recording:
-    known_counts(path)
-    recording = Recording(path)
-    _recordings.append(recording)
-    SESSION.forget()
-    return recording
-
-
-def _end(recording: Recording) -> None:
-    _recordings.remove(recording)
-    SESSION.forget()
+        name = variable(RECORD_VARIABLE)
+        if not name:
+            return ()
+        recording = Recording(user_path(name, RECORD_VARIABLE))
+    except UsageError as error:
+        warn_once("recording", f"{error}, as {RECORD_VARIABLE} asks for: nothing is recorded")
+        return ()
+    atexit.register(_write_at_exit, recording)
+    return (recording,)
 
 
 def _write_at_exit(recording: Recording) -> None:
@@ -226,19 +197,3 @@ def _write_at_exit(recording: Recording) -> None:
         recording.write()
     except UsageError as error:
         warn_once("recording", f"{error}, so this process's calls are not recorded")
-
-
-def _begin_for_process() -> None:
-    """Records this process from now on if the environment variable names a file."""
-    try:
-        name = variable(RECORD_VARIABLE)
-        if not name:
-            return
-        recording = _begin(user_path(name, RECORD_VARIABLE))
-    except UsageError as error:
-        warn_once("recording", f"{error}, as {RECORD_VARIABLE} asks for: nothing is recorded")
-        return
-    atexit.register(_write_at_exit, recording)
-
-
-_begin_for_process()

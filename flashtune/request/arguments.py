@@ -33,12 +33,12 @@ def read_causal(causal: object) -> str:
     raise ProblemError(f"causal cannot be {shown(causal)}: pass False, True, 'top_left' or 'bottom_right'")
 
 
-def read_option(name: str, value: object, known: tuple[Option, ...]) -> Option:
+def read_option(name: str, value: object, values: tuple[Option, ...]) -> Option:
     """Returns the known value of an option."""
-    for choice in known:
+    for choice in values:
         if isinstance(value, str) and value == choice:
             return choice
-    choices = " or ".join(repr(choice.value) for choice in known)
+    choices = " or ".join(repr(choice.value) for choice in values)
     raise ProblemError(f"{name} cannot be {shown(value)}: pass {choices}")
 
 

@@ -127,8 +127,8 @@ class PagedOptions(PagedCallOptions, total=False):
 
 
 # The names in `ExtraInputs` of the arguments that are tensors, the numbers, and the readers of options.
-TENSOR_NAMES = {one.option: one.name for one in TENSOR_INPUTS.values()}
-NUMBERS = {one.option: one for one in NUMBER_INPUTS.values()}
+TENSOR_NAMES = {tensor.option: tensor.name for tensor in TENSOR_INPUTS.values()}
+NUMBERS = {number.option: number for number in NUMBER_INPUTS.values()}
 READERS: dict[str, Callable[[Any], Any]] = {
     "causal": read_causal,
     "prefer": lambda prefer: prefer,
@@ -233,20 +233,20 @@ def _record(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    given: dict[str, Any],
-    known: frozenset[str],
+    arguments: dict[str, Any],
+    accepted: frozenset[str],
     options: dict[str, Any],
     inputs: dict[str, Any],
 ) -> Call:
     """Returns a call.
 
-    `given` are the keyword arguments of the call, `known` those that the entry point has. `options` and
-    `inputs` do not come from `given` alone.
+    `arguments` are the keyword arguments of the call, `accepted` those of the entry point. `options` and
+    `inputs` do not come from `arguments` alone.
     """
-    for option, value in given.items():
-        if option not in known:
-            function = FUNCTIONS[known]
-            near = nearest(option, sorted(known), cutoff=0.75)
+    for option, value in arguments.items():
+        if option not in accepted:
+            function = FUNCTIONS[accepted]
+            near = nearest(option, sorted(accepted), cutoff=0.75)
             raise TypeError(f"{function} has no argument {quoted(option)}: {near}")
         if option in TENSOR_NAMES:
             inputs[TENSOR_NAMES[option]] = value
@@ -254,10 +254,10 @@ def _record(
             inputs[NUMBERS[option].name] = read_number(NUMBERS[option], value)
         elif option in READERS:
             options[option] = READERS[option](value)
-    if "window" in given:
-        options["window_left"], options["window_right"] = read_window(given["window"])
+    if "window" in arguments:
+        options["window_left"], options["window_right"] = read_window(arguments["window"])
     side = known_if_empty(ExtraInputs(**inputs))
-    call = Call(q, k, v, given.get("scale"), Options(**options), side)
+    call = Call(q, k, v, arguments.get("scale"), Options(**options), side)
     # Compilers see the casts of the operators.
     return call if is_compiling() or not any_autocast() else autocasted(call)
 

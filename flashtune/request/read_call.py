@@ -132,8 +132,10 @@ def _bias_kind(call: Call) -> Bias:
 
 def _scale_kind(call: Call, kv_dtype: KvDtype | None, paged: bool, places: int, kv_heads: int) -> KvScale:
     q_scale, k_scale, v_scale = call.side.scales
-    given = {"q_scale": q_scale} if kv_dtype else {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
-    for name, scale in given.items():
+    scales = (
+        {"q_scale": q_scale} if kv_dtype else {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+    )
+    for name, scale in scales.items():
         dtype = call.q.dtype if name == "q_scale" else call.k.dtype
         if scale is not None and dtype is not torch.float8_e4m3fn:
             raise ProblemError(

@@ -15,35 +15,37 @@ from flashtune.request.tensor_checks import require_dense
 
 def check_kinds(side: ExtraInputs, device: torch.device) -> None:
     """Checks the type, device and last stride of each extra input."""
-    for one, tensor in _given(side):
-        require_dense(one.option, tensor)
+    for entry, tensor in _given(side):
+        require_dense(entry.option, tensor)
         if tensor.device != device:
-            raise ProblemError(f"{one.option} is on {tensor.device} and q on {device}: move it there")
-        if one.dtype is None:
+            raise ProblemError(f"{entry.option} is on {tensor.device} and q on {device}: move it there")
+        if entry.dtype is None:
             continue
-        if tensor.dtype is not getattr(torch, one.dtype):
-            raise ProblemError(f"{one.option} is {tensor.dtype}: pass {one.option}.to(torch.{one.dtype})")
-        if not one.is_strided and tensor.numel() > 1 and tensor.stride(-1) != 1:
+        if tensor.dtype is not getattr(torch, entry.dtype):
             raise ProblemError(
-                f"{one.option}'s last dimension has stride {tensor.stride(-1)}: pass it contiguous"
+                f"{entry.option} is {tensor.dtype}: pass {entry.option}.to(torch.{entry.dtype})"
+            )
+        if not entry.is_strided and tensor.numel() > 1 and tensor.stride(-1) != 1:
+            raise ProblemError(
+                f"{entry.option}'s last dimension has stride {tensor.stride(-1)}: pass it contiguous"
             )
 
 
 def _given(side: ExtraInputs) -> Iterator[tuple[TensorInput, Tensor]]:
-    for one in TENSOR_INPUTS.values():
-        tensor = getattr(side, one.name)
+    for entry in TENSOR_INPUTS.values():
+        tensor = getattr(side, entry.name)
         if tensor is not None:
-            yield one, tensor
+            yield entry, tensor
 
 
 def check_shapes(problem: Problem, side: ExtraInputs, batch: int) -> None:
     """Checks the shapes of extra inputs with one value for each sequence or head, and of the block table."""
     extents = {"heads": problem.heads, "batch": batch, "batch + 1": batch + 1}
-    for one, tensor in _given(side):
-        shape = None if one.shape is None else [extents[name] for name in one.shape]
+    for entry, tensor in _given(side):
+        shape = None if entry.shape is None else [extents[name] for name in entry.shape]
         if shape is not None and list(tensor.shape) != shape:
             raise ProblemError(
-                f"{one.option} has shape {list(tensor.shape)}: pass {shape} for "
+                f"{entry.option} has shape {list(tensor.shape)}: pass {shape} for "
                 f"{batch} sequences of {problem.heads} query heads"
             )
     if side.block_table is not None and (side.block_table.dim() != 2 or side.block_table.shape[0] != batch):

@@ -72,32 +72,32 @@ def differentiable(pair: Pair) -> Executor:
 def with_side(backward: BackwardExecutor, layout: Layout, wanted: tuple[str, ...]) -> BackwardExecutor:
     """Returns a backward pass with all gradients. Those of side inputs have the shapes of these inputs.
 
-    Args:
-        backward: The executor of the backward kernels.
-        layout: The order of the output's dimensions.
-        wanted: Names of the side inputs that require grad.
+    `layout` is the order of the output's dimensions. `wanted` are the names of the side inputs that require
+    grad.
     """
 
     def run(inputs: BackwardInputs) -> Gradients:
-        found, side = backward(inputs), inputs.side
+        gradients, side = backward(inputs), inputs.side
         if side is NO_EXTRA_INPUTS:
-            return found
+            return gradients
         has_trained_bias = "bias" in wanted and side.bias is not None and side.bias.is_floating_point()
         # Without queries or keys, nothing writes it.
-        assert not has_trained_bias or found.dbias is not None or not (inputs.q.numel() and inputs.k.numel())
+        assert (
+            not has_trained_bias or gradients.dbias is not None or not (inputs.q.numel() and inputs.k.numel())
+        )
         changes: dict[str, Any] = {
-            f"d{name}": one.sum_to_size(getattr(side, name).shape) if name in wanted else None
-            for name, one in (("bias", found.dbias), ("slopes", found.dslopes))
-            if one is not None
+            f"d{name}": gradient.sum_to_size(getattr(side, name).shape) if name in wanted else None
+            for name, gradient in (("bias", gradients.dbias), ("slopes", gradients.dslopes))
+            if gradient is not None
         }
         if side.sinks is not None and "sinks" in wanted:
-            if found.dsinks is None:
+            if gradients.dsinks is None:
                 changes["dsinks"] = sink_gradient(layout, side.sinks, inputs)
             else:
-                changes["dsinks"] = found.dsinks.sum(0)
-        elif found.dsinks is not None:
+                changes["dsinks"] = gradients.dsinks.sum(0)
+        elif gradients.dsinks is not None:
             changes["dsinks"] = None
-        return found._replace(**changes)
+        return gradients._replace(**changes)
 
     return run
 
@@ -138,24 +138,24 @@ class Attend(Function):
         """Runs the backward pass for gradients of the results. Batches of gradients raise ProblemError."""
         pair, scale, numbers = ctx.call
         # Gradients of negated views have their sign in a flag.
-        results = tuple(one.resolve_neg() for one in results)
+        results = tuple(result.resolve_neg() for result in results)
         dlse = results[1] if pair.return_lse else None
         saved = ctx.saved_tensors
         if ctx.forms is not None:
             saved = tuple(map(restored, saved, ctx.forms))
         try:
             if is_grad_enabled() and not pair.is_traced:
-                found = only_once(_gradients, *ctx.call, results[0], dlse, *saved)
+                gradients = only_once(_gradients, *ctx.call, results[0], dlse, *saved)
             elif numbers is None:
-                found = pair.backward(
+                gradients = pair.backward(
                     BackwardInputs._make((*saved, results[0], dlse, scale, NO_EXTRA_INPUTS))
                 )
             else:
-                found = _gradients(*ctx.call, results[0], dlse, *saved)
+                gradients = _gradients(*ctx.call, results[0], dlse, *saved)
         except RuntimeError:
             refuse_batches(results)
             raise
-        return None, None, None, *found
+        return None, None, None, *gradients
 
 
 class Form(NamedTuple):
@@ -238,10 +238,8 @@ def _gradients(
 def sink_gradient(layout: Layout, sinks: Tensor, inputs: BackwardInputs) -> Tensor:
     """Returns the gradient of the sinks, float32 [heads]. A sink reduces all weights and has no value.
 
-    Args:
-        layout: The order of the dimensions of the output.
-        sinks: Float32 [heads].
-        inputs: The inputs of the backward pass. Its log-sum-exp is float32.
+    `layout` is the order of the output's dimensions. `sinks` are float32 [heads]. The log-sum-exp of `inputs`
+    is float32.
     """
     lse, starts = inputs.lse, inputs.side.cu_seqlens_q
     dout, out = layout.heads_first(inputs.dout).float(), layout.heads_first(inputs.out).float()
@@ -267,5 +265,7 @@ def go_back(result: Result, inputs: tuple[Tensor, ...]) -> None:
     """Runs the backward pass once, if there is one, and discards the gradients."""
     results = (result,) if isinstance(result, Tensor) else result
     wanted = [tensor for tensor in inputs if tensor.requires_grad]
-    if wanted and all(one.requires_grad for one in results):
-        torch.autograd.grad(results, wanted, [torch.ones_like(one) for one in results], allow_unused=True)
+    if wanted and all(tensor.requires_grad for tensor in results):
+        torch.autograd.grad(
+            results, wanted, [torch.ones_like(tensor) for tensor in results], allow_unused=True
+        )

@@ -3,7 +3,6 @@
 import atexit
 import contextlib
 import ctypes
-import functools
 import os
 import sys
 import threading
@@ -32,16 +31,16 @@ class Worker:
         name: str,
         at_end: Callable[[], object] = lambda: None,
         at_exit: Callable[[], object] = lambda: None,
+        linger: float = LINGER_SECONDS,
     ) -> None:
         """Names the thread.
 
-        Args:
-            name: The name.
-            at_end: Runs in the thread when there was no job for a while.
-            at_exit: Runs at the end of the process, to end the present job soon.
+        `at_end` runs in the thread when there was no job for a while. `at_exit` runs at the end of the
+        process, to end the present job soon. The thread ends after `linger` seconds without a job.
         """
         self._name = name
-        self._at_end, self._at_exit = at_end, at_exit
+        self._at_end, self._at_exit, self._linger = at_end, at_exit, linger
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._reset()
         atexit.register(self._stop)
         os.register_at_fork(after_in_child=self._reset)
@@ -65,6 +64,22 @@ class Worker:
         """Waits until all jobs are done. Returns False if `timeout` (in s) ends first."""
         with self._changed:
             return self._changed.wait_for(lambda: not (self._jobs or self._is_running), timeout)
+
+    @contextlib.contextmanager
+    def beside_captures(self, device: torch.device) -> Iterator[None]:
+        """Lets this thread load and launch kernels while others use the device or capture a CUDA graph.
+
+        Work is queued on a stream of its own. CUDA would otherwise end the capture of another thread.
+        """
+        if device.type != "cuda":
+            yield
+            return
+        with torch.cuda.device(device), _relaxed_captures():
+            if device not in self._streams:
+                # It is kept, because a stream cannot be freed while a job may use it.
+                self._streams[device] = _new_stream(device)
+            with torch.cuda.stream(self._streams[device]):
+                yield
 
     def _reset(self) -> None:
         """Starts with no jobs. A forked process has no worker thread."""
@@ -100,7 +115,7 @@ class Worker:
                 sys.setswitchinterval(self._interval)
                 self._interval = None
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._jobs or self._is_ending, LINGER_SECONDS)
+            self._changed.wait_for(lambda: self._jobs or self._is_ending, self._linger)
             if self._jobs and not self._is_ending:
                 self._is_running = True
                 return self._jobs.popleft()
@@ -122,19 +137,6 @@ class Worker:
 
 
 @contextlib.contextmanager
-def beside_captures(device: torch.device) -> Iterator[None]:
-    """Lets this thread load and launch kernels while other threads use the device or capture a CUDA graph.
-
-    Work is queued on a stream of its own. CUDA would otherwise end the capture of another thread.
-    """
-    if device.type != "cuda":
-        yield
-        return
-    with torch.cuda.device(device), _relaxed_captures(), torch.cuda.stream(_stream(device)):
-        yield
-
-
-@contextlib.contextmanager
 def _relaxed_captures() -> Iterator[None]:
     """Lets this thread allocate and load while other threads capture a CUDA graph."""
     if torch.version.hip:
@@ -149,9 +151,8 @@ def _relaxed_captures() -> Iterator[None]:
         exchange(ctypes.byref(mode))
 
 
-@functools.cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    """Returns the stream of all jobs on a device, which must be the current one.
+def _new_stream(device: torch.device) -> torch.cuda.Stream:
+    """Returns a stream for all jobs on a device, which must be the current one.
 
     torch hands out each of its 32 streams repeatedly. Another thread may capture a graph on such a stream.
     """

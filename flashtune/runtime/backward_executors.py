@@ -1,39 +1,38 @@
-"""Executors of the backward pass of one kind of call: launches of a verified kernel, or Triton's interpreter.
+"""Executors of the backward pass of one kind of call: kernels, Triton's interpreter, or unfused.
 
 The gradient of the output comes from other code and may be expanded or transposed. If the kernel can address
 it, the kernel reads it directly. Otherwise it is copied, so that no kernel is compiled during a backward
 pass.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, NamedTuple
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import msgspec
 import torch
+from torch import Tensor
 
 from flashtune.core.errors import KernelError
 from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
+from flashtune.core.features.table import score_tensors
 from flashtune.core.kernel import POINTER_ALIGNMENT, Kernel, Specialization
+from flashtune.core.layouts import Layout
 from flashtune.core.problem import Dtype
 from flashtune.dispatch.bound_request import BoundRequest
+from flashtune.dispatch.decision import Backend, Decision
 from flashtune.dispatch.lookup import default_selection
+from flashtune.dispatch.platform import Platform
 from flashtune.launch.binding import bind
 from flashtune.launch.kernel_cache import kernel_of
+from flashtune.launch.launch import Launch
 from flashtune.launch.launcher import current_device
 from flashtune.launch.workspaces import allocator
-from flashtune.runtime.executors import copies_of
-from flashtune.runtime.gradients import BackwardInputs, Gradients
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
-    from flashtune.dispatch.decision import Decision
-    from flashtune.launch.launch import Launch
-    from flashtune.request.request import Request
-    from flashtune.runtime.kernel_fallback import LoadedKernel
+from flashtune.request.request import Request, Result
+from flashtune.request.side_inputs import side_views
+from flashtune.runtime.executors import baseline_executor, copies_of
+from flashtune.runtime.gradients import BackwardExecutor, BackwardInputs, Gradients
+from flashtune.runtime.kernel_loader import LoadedKernel
 
 # Maximum number of cached launches. A program may pass gradients with ever new strides.
 MAX_LAUNCHES = 64
@@ -52,10 +51,23 @@ class Bound(NamedTuple):
 class BoundBackward:
     """A verified backward kernel, which is bound once to each set of strides."""
 
-    __slots__ = ("_choice", "_default_scale", "_index", "_launches", "_request", "_writes")
+    __slots__ = (
+        "_bind_kernel",
+        "_choice",
+        "_default_scale",
+        "_index",
+        "_launches",
+        "_platform",
+        "_request",
+        "_writes",
+    )
 
-    def __init__(self, choice: LoadedKernel, request: Request) -> None:
+    def __init__(
+        self, choice: LoadedKernel, request: Request, platform: Platform, bind_kernel: Callable[..., Launch]
+    ) -> None:
         self._choice = choice
+        self._platform = platform
+        self._bind_kernel = bind_kernel
         self._request = request
         self._default_scale = request.default_scale
         self._writes = _written(choice.kernel)
@@ -79,7 +91,8 @@ class BoundBackward:
             if key not in self._launches:
                 if len(self._launches) >= MAX_LAUNCHES:
                     self._launches.clear()
-                self._launches[key] = self._bind(BoundRequest(self._request, q, k, v, side), out, dout)
+                request = BoundRequest(self._request, q, k, v, side, self._platform)
+                self._launches[key] = self._bind(request, out, dout)
             else:
                 q, k, v, out, dout = self._addressable(q, k, v, out, dout)
             return self(BackwardInputs(q, k, v, out, lse, dout, dlse, scale, side))
@@ -115,17 +128,17 @@ class BoundBackward:
         kernel, target, binary = self._choice
         has_rows = all(map(_has_rows, (*bound.tensors, out, dout)))
         if has_rows and _covers(kernel.specialization, bound.properties_of(tensors)):
-            launch = bind(kernel, target, tensors, bound.extra, compiled=binary)
+            launch = self._bind_kernel(kernel, target, tensors, bound.extra, compiled=binary)
             new_dq, new_dk, new_dv = (
-                allocator(torch.empty_like(one, device="meta"), one.device) for one in bound.tensors
+                allocator(torch.empty_like(tensor, device="meta"), tensor.device) for tensor in bound.tensors
             )
             return Bound(launch, new_dq, new_dk, new_dv, bound.copied if any(bound.copied) else None)
         return None
 
     def _addressable(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
         """Returns tensors of other strides: with a contiguous gradient, or if it is, all with padded rows."""
-        usual = torch.empty(dout.shape, device="meta").stride()
-        if dout.stride() != usual:
+        contiguous = torch.empty(dout.shape, device="meta").stride()
+        if dout.stride() != contiguous:
             # A contiguous tensor may have unusual strides in dimensions of size 1.
             return q, k, v, out, dout.clone(memory_format=torch.contiguous_format)
         originals = q, k, v, out
@@ -202,13 +215,13 @@ def interpreted_backward(decision: Decision, request: Request, inputs: BackwardI
     if side.bias is not None and side.bias.dtype is not torch.bool:
         side = side._replace(bias=side.bias.float())
     bound = BoundRequest(request, q_wide, k_wide, v_wide, side)
-    given = bound.backward_tensors(out_wide, lse, dout_wide)
-    needed = bound.properties_of(given)
+    allocated = bound.backward_tensors(out_wide, lse, dout_wide)
+    needed = bound.properties_of(allocated)
     problem = msgspec.structs.replace(request.backward, dtype=Dtype.FP32)
     kernel = kernel_of(default_selection(problem, decision.target, needed).record, needed)
     made = _allocated(request, q_wide, k_wide, v_wide, _written(kernel))
     dq, dk, dv = request.views(*made[:3])
-    tensors = given._replace(
+    tensors = allocated._replace(
         dq=dq,
         dk=dk,
         dv=dv,
@@ -221,3 +234,63 @@ def interpreted_backward(decision: Decision, request: Request, inputs: BackwardI
     launch(tensors, request.default_scale if scale is None else scale, bound.extra)
     narrow = {"dq": made.dq.to(q.dtype), "dk": made.dk.to(k.dtype), "dv": made.dv.to(v.dtype)}
     return made._replace(**narrow, dbias=made.dbias if made.dbias is None else made.dbias.to(q.dtype))
+
+
+def recomputed(request: Request) -> BackwardExecutor:
+    """Returns an executor that computes the forward pass again, unfused, and differentiates it.
+
+    As with kernels, the given output and log-sum-exp may be those over more keys than the call's.
+    """
+    standard = baseline_executor(Backend.UNFUSED, request.forward)
+    names = score_tensors(request.problem)
+
+    def run(inputs: BackwardInputs) -> Gradients:
+        q, k, v, scale, side = *inputs[:3], inputs.scale, inputs.side
+        if request.is_empty:
+            return Gradients(*map(torch.zeros_like, (q, k, v)))
+        views = side_views(request.problem, side, request.views(q, k, v)[1].shape[0])
+        with _autograd_inside_operator():
+            leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
+            detached = {name: getattr(views, name).detach() for name in names}
+            # A boolean mask has no gradient.
+            floats = {name: tensor for name, tensor in detached.items() if tensor.is_floating_point()}
+            extra = {name: tensor.clone().requires_grad_() for name, tensor in floats.items()}
+            result = standard(*leaves, scale, side._replace(**extra))
+            wanted = _of_given_softmax(request, result, inputs)
+            results = torch.autograd.grad(result, (*leaves, *extra.values()), wanted)
+        # Return the strides that the fake implementation declares to compilers.
+        gradients = Gradients(*map(_with_layout_of, (q, k, v), results))
+        return gradients._replace(
+            **{f"d{name}": gradient for name, gradient in zip(extra, results[3:], strict=True)}
+        )
+
+    return run
+
+
+def _of_given_softmax(request: Request, result: Result, inputs: BackwardInputs) -> tuple[Tensor, Tensor]:
+    """Returns the gradients of a call's own output and log-sum-exp, from those of a softmax over more keys.
+
+    The weights of that softmax are a share of the own ones in each row.
+    """
+    out, lse, dout, dlse = inputs.out, inputs.lse, inputs.dout, inputs.dlse
+    own_out, own_lse = (tensor.detach() for tensor in result)
+    share = torch.exp(own_lse - lse).masked_fill(own_lse == -torch.inf, 0.0)
+    by_row = share if request.layout in (Layout.BHSD, Layout.BHD) else share.transpose(-1, -2)
+    own_dout = (dout * by_row.unsqueeze(-1)).to(dout.dtype)
+    sums = (dout.to(lse.dtype) * (own_out - out).to(lse.dtype)).sum(-1)
+    sums = sums if request.layout in (Layout.BHSD, Layout.BHD) else sums.transpose(-1, -2)
+    return own_dout, share * (sums if dlse is None else sums + dlse)
+
+
+def _with_layout_of(tensor: Tensor, values: Tensor) -> Tensor:
+    return torch.empty_like(tensor).copy_(values)
+
+
+@contextlib.contextmanager
+def _autograd_inside_operator() -> Iterator[None]:
+    """Enables autograd within an operator, where the dispatcher has excluded it."""
+    included = torch._C._dispatch_tls_local_include_set()
+    # Removing the key of one device enables autograd on all devices.
+    recording = torch._C._dispatch_tls_local_exclude_set().remove(torch._C.DispatchKey.AutogradCPU)
+    with torch._C._ForceDispatchKeyGuard(included, recording), torch.enable_grad():
+        yield

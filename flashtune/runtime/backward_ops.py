@@ -20,16 +20,16 @@ from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Problem
 from flashtune.dispatch.bound_request import BoundRequest
 from flashtune.dispatch.decision import DIFFERENTIABLE_SIDE, choose
-from flashtune.dispatch.sdpa import default_backend
 from flashtune.recording.recorder import counted
 from flashtune.request.call import Call
 from flashtune.request.request import Request, Result
 from flashtune.runtime.autograd import Pair, differentiable, only_once, with_side
 from flashtune.runtime.backward_executors import with_rows
-from flashtune.runtime.call_cache import call_key, remembered, unsigned
+from flashtune.runtime.call_key import call_key, unsigned
 from flashtune.runtime.gradients import BackwardExecutor, BackwardInputs, Gradients
 from flashtune.runtime.op_library import TAGS, call_of, library, operands, schema
 from flashtune.runtime.prepare import baseline_of, prepare_alone
+from flashtune.runtime.session import SESSION
 from flashtune.runtime.torch_modes import transforms
 
 NAME = "attention_backward"
@@ -46,12 +46,10 @@ Forward = Callable[[Call], Result]
 def differentiated(request: Request, call: Call, forward: Forward) -> Result:
     """Returns the result of a differentiable call of an operator. It may be traced.
 
-    Args:
-        request: The request of the call, with gradients.
-        call: The call's tensors and options. The scale is not negative.
-        forward: Returns the result of such a call by an operator.
+    The request is that of the call, with gradients. The call's scale is not negative. `forward` returns the
+    result of such a call by an operator.
     """
-    _, decision = choose(TracedRequest(_hinted(request), call.q, call.k, call.v, call.side))
+    _, decision = choose(TracedRequest(_hinted(request), call.q, call.k, call.v, call.side, SESSION.platform))
     if not decision.generated:
         return baseline_of(decision, request)(call.q, call.k, call.v, call.scale, call.side)
     options = call.options._replace(return_lse=request.return_lse, deterministic=request.deterministic)
@@ -85,7 +83,7 @@ class TracedRequest(BoundRequest):
         # Whether SDPA computes a mask correctly is tried in eager calls alone.
         if self.request.problem.features or is_symbolic or transforms() is not None:
             return None
-        return default_backend(*self.views, self.request.problem)
+        return super().sdpa_backend
 
 
 def _hinted(request: Request) -> Request:
@@ -94,8 +92,8 @@ def _hinted(request: Request) -> Request:
     symbols = {name: size for name, size in sizes.items() if isinstance(size, torch.SymInt)}
     if not symbols and not isinstance(request.tokens, torch.SymInt):
         return request
-    known = {name: _hint(size) for name, size in symbols.items()}
-    problem = msgspec.structs.replace(request.problem, **known)
+    extents = {name: _hint(size) for name, size in symbols.items()}
+    problem = msgspec.structs.replace(request.problem, **extents)
     return msgspec.structs.replace(request, problem=problem, tokens=_hint(request.tokens))
 
 
@@ -135,7 +133,9 @@ def _backward_operator(call: Call, inputs: BackwardInputs) -> Gradients:
     gradients = torch.ops.flashtune.attention_backward(dout, dlse, out, lse, *operands(call))
     bias = None if side.bias is None or side.bias.dtype is torch.bool else side.bias
     extra = zip((side.sinks, bias, side.slopes), gradients[3:], strict=True)
-    return Gradients(*gradients[:3], *(None if one is None else gradient for one, gradient in extra))
+    return Gradients(
+        *gradients[:3], *(None if side_input is None else gradient for side_input, gradient in extra)
+    )
 
 
 def _compute(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *values: Any) -> tuple[Tensor, ...]:
@@ -146,19 +146,20 @@ def _compute(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *value
 
     def make(bound: BoundRequest) -> BackwardExecutor:
         # The tensors of an operator do not show whether the bias requires grad.
-        request = msgspec.structs.replace(bound.request, constant_bias=False)
-        bound = BoundRequest(request, *bound.tensors, bound.side)
-        served = prepare_alone(bound)
+        bound = bound.replaced(msgspec.structs.replace(bound.request, constant_bias=False))
+        request = bound.request
+        served = prepare_alone(bound, SESSION.loader)
         if not (request.is_empty or request.is_double):
-            served = counted(served, request.backward, bound.backward_properties)
+            served = counted(served, SESSION.recordings, request.backward, bound.backward_properties)
         return with_side(served, request.layout, DIFFERENTIABLE_SIDE)
 
-    executor = remembered((NAME, call.options.deterministic, *call_key(call)), call, make, needs_grad=True)
+    key = NAME, call.options.deterministic, *call_key(call)
+    executor = SESSION.prepared(key, call, make, needs_grad=True)
     served = unsigned(call)
     gradients = executor(BackwardInputs(*served[:3], out, lse, dout, dlse, served.scale, served.side))
     if served.q is not call.q:
         gradients = gradients._replace(dq=-gradients.dq)
-    return tuple(lse.new_empty(0) if one is None else one for one in gradients)
+    return tuple(lse.new_empty(0) if gradient is None else gradient for gradient in gradients)
 
 
 def _shapes(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *values: Any) -> tuple[Tensor, ...]:
@@ -166,7 +167,10 @@ def _shapes(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *values
     call = call_of(values)
     side = call.side
     bias = None if side.bias is None or side.bias.dtype is torch.bool else side.bias
-    extra = (lse.new_empty(0 if one is None else one.shape) for one in (side.sinks, side.slopes))
+    extra = (
+        lse.new_empty(0 if side_input is None else side_input.shape)
+        for side_input in (side.sinks, side.slopes)
+    )
     dsinks, dslopes = extra
     dbias = lse.new_empty(0) if bias is None else bias.new_empty(bias.shape)
     return (
@@ -190,8 +194,8 @@ def _differentiate(*arguments: object) -> tuple[Tensor | None, ...]:
 
 def _redispatched(*arguments: object) -> tuple[Tensor, ...]:
     with _below_autograd():
-        found: tuple[Tensor, ...] = torch.ops.flashtune.attention_backward(*arguments)
-        return found
+        results: tuple[Tensor, ...] = torch.ops.flashtune.attention_backward(*arguments)
+        return results
 
 
 library.define(f"{NAME}{ARGUMENTS} -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)", tags=TAGS)

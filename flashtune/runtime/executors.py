@@ -19,7 +19,7 @@ from flashtune.core.problem import Dtype
 from flashtune.dispatch.bound_request import BoundRequest
 from flashtune.dispatch.decision import Backend, Decision
 from flashtune.dispatch.lookup import default_selection
-from flashtune.dispatch.masked_sdpa import masked_attention
+from flashtune.dispatch.masked_sdpa import SelectBackend, masked_attention
 from flashtune.dispatch.sdpa import default_backend, sdpa_attention
 from flashtune.launch.binding import bind
 from flashtune.launch.kernel_cache import kernel_of
@@ -101,8 +101,8 @@ def _writer(launch: Launch, default_scale: float, like: Tensor, device: torch.de
     kind, index = (like.shape, like.stride(), like.dtype, device), device.index
 
     def write(out: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float | None, side: ExtraInputs) -> bool:
-        given = out.shape, out.stride(), out.dtype, out.device
-        if given != kind or out.data_ptr() % POINTER_ALIGNMENT:
+        form = out.shape, out.stride(), out.dtype, out.device
+        if form != kind or out.data_ptr() % POINTER_ALIGNMENT:
             return False
         if index is not None and current_device() != index:
             with torch.cuda.device(index):
@@ -146,7 +146,9 @@ def _quantized(
 ) -> Result:
     """Checks the scales, allocates the output and launches the kernel."""
     check_scales(request.problem, q.device, scales)
-    contiguous = given_scales(*(one if one is None else one.contiguous() for one in scales.scales))
+    contiguous = given_scales(
+        *(factor if factor is None else factor.contiguous() for factor in scales.scales)
+    )
     out = q.new_empty(request.out_shape, dtype=request.out_dtype)
     lse = q.new_empty(request.lse_shape, dtype=torch.float32) if request.return_lse else None
     launch((q, k, v, out, lse), request.default_scale if scale is None else scale, contiguous)
@@ -225,8 +227,11 @@ def baseline_executor(backend: Backend, request: Request) -> Executor:
     return run_unfused if backend is Backend.UNFUSED else run_sdpa
 
 
-def masked_executor(request: Request, backend: str | None) -> Executor:
-    """Returns an executor by SDPA with a mask, or unfused if SDPA selects another backend at the call."""
+def masked_executor(request: Request, backend: str | None, select: SelectBackend) -> Executor:
+    """Returns an executor by SDPA with a mask, or unfused if SDPA selects another backend at the call.
+
+    `select` returns the backend that SDPA selects.
+    """
     default_scale, layout, problem = request.default_scale, request.layout, request.problem
     standard = baseline_executor(Backend.UNFUSED, request)
 
@@ -234,7 +239,7 @@ def masked_executor(request: Request, backend: str | None) -> Executor:
         assert side.bias is not None
         views = request.views(q, k, v)
         # torch's settings may have changed since the executor was made.
-        if default_backend(*views, problem, side.bias) != backend:
+        if default_backend(*views, problem, side.bias, select) != backend:
             return standard(q, k, v, scale, side)
         with types_as_given(q):
             factor = default_scale if scale is None else scale
@@ -267,7 +272,7 @@ def nothing(
         lse = lse.copy_(side.sinks.view(heads))
     if request.needs_grad:
         # Sums of no elements connect the result to all inputs in autograd's graph.
-        inputs = (one for one in (q, k, v, *side.tensors) if one.requires_grad)
-        way = torch.stack([one[..., :0].sum(dtype=out.dtype) for one in inputs]).sum()
+        inputs = (tensor for tensor in (q, k, v, *side.tensors) if tensor.requires_grad)
+        way = torch.stack([tensor[..., :0].sum(dtype=out.dtype) for tensor in inputs]).sum()
         out, lse = out + way, lse + way.to(lse.dtype)
     return (out, lse) if request.return_lse else out

@@ -1,14 +1,11 @@
 """The inputs and results of backward passes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
+
+from torch import Tensor
 
 from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class BackwardInputs(NamedTuple):
@@ -17,12 +14,12 @@ class BackwardInputs(NamedTuple):
     q: Tensor  # Queries.
     k: Tensor  # Keys.
     v: Tensor  # Values.
-    out: Tensor  # The output.
-    lse: Tensor  # The log-sum-exp.
+    out: Tensor
+    lse: Tensor
     dout: Tensor  # The gradient of the output.
     dlse: Tensor | None  # The gradient of the log-sum-exp, or None if the call does not return it.
     scale: float | None  # Factor of the scores, not negative. None means the default.
-    side: ExtraInputs = NO_EXTRA_INPUTS  # The extra inputs.
+    side: ExtraInputs = NO_EXTRA_INPUTS
 
 
 class Gradients(NamedTuple):

@@ -54,8 +54,8 @@ def operands(call: Call, names: Sequence[str] = ALL) -> tuple[Any, ...]:
     values = (call.q, call.k, None if call.options.latent else call.v, call.scale, *call.options, *call.side)
     if names is ALL:
         return _in_order(values)
-    given = dict(zip(OPERANDS, values, strict=True))
-    return tuple([given[name] for name in names])
+    by_name = dict(zip(OPERANDS, values, strict=True))
+    return tuple([by_name[name] for name in names])
 
 
 def call_of(values: Sequence[Any], names: Sequence[str] = ALL, **others: object) -> Call:
@@ -64,14 +64,14 @@ def call_of(values: Sequence[Any], names: Sequence[str] = ALL, **others: object)
         # Defaults at the end are not passed.
         values = _as_given((*values, *DEFAULTS[len(DEFAULTS) - len(ALL) + len(values) :]))
     else:
-        given = (
+        fields = (
             dict.fromkeys(OPERANDS)
             | Options._field_defaults
             | others
             | dict(zip(names, values, strict=False))
         )
-        given["kv_layout"] = given["layout"]
-        values = tuple(given.values())
+        fields["kv_layout"] = fields["layout"]
+        values = tuple(fields.values())
     q, k, v, scale, *rest = values
     options, side = Options(*rest[: len(Options._fields)]), ExtraInputs(*rest[len(Options._fields) :])
     return Call(q, k, k if v is None else v, scale, options, known_if_empty(side))

@@ -1,40 +1,51 @@
 """The passes of a request: how their kernels are bound to its tensors, and how both become one executor."""
 
-from __future__ import annotations
-
 import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
-from flashtune.launch.binding import bind
+from flashtune.core.target import Target
+from flashtune.dispatch.bound_request import BoundRequest, KernelKey
+from flashtune.dispatch.decision import Decision
+from flashtune.request.request import Executor, Request
 from flashtune.runtime.autograd import Pair, ServeAll, differentiable, with_side
 from flashtune.runtime.backward_executors import BoundBackward, interpreted_backward
 from flashtune.runtime.executors import clear_tail_on_cpu, interpreted, launcher, with_copies
-from flashtune.runtime.kernel_fallback import LoadedKernel, Pass
+from flashtune.runtime.gradients import BackwardExecutor
+from flashtune.runtime.kernel_loader import KernelLoader, LoadedKernel
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from flashtune.core.target import Target
-    from flashtune.dispatch.bound_request import BoundRequest
-    from flashtune.request.request import Executor, Request
-    from flashtune.runtime.gradients import BackwardExecutor
+Usable = TypeVar("Usable")
 
 
-def passes_of(bound: BoundRequest) -> tuple[Pass[Any], ...]:
+class Pass(NamedTuple, Generic[Usable]):
+    """One pass of a request, with the functions that make its executors."""
+
+    loader: KernelLoader
+    key: KernelKey  # Of its kernel.
+    # Returns the executor of a kernel, bound to the strides of the call.
+    bind: Callable[[LoadedKernel], Usable]
+    # Returns the executor of a decision for Triton's interpreter.
+    interpret: Callable[[Decision], Usable]
+
+    def known(self) -> Usable | None:
+        """Returns the executor of the cached kernel, or None if there is none."""
+        kernel = self.loader.loaded.get(self.key)
+        return None if kernel is None else self.bind(kernel)
+
+
+def passes_of(bound: BoundRequest, loader: KernelLoader) -> tuple[Pass[Any], ...]:
     """Returns the passes of a request: forward and, if it needs gradients, backward."""
-    return (forward_pass(bound), backward_pass(bound)) if bound.request.needs_grad else (forward_pass(bound),)
+    forward = forward_pass(bound, loader)
+    return (forward, backward_pass(bound, loader)) if bound.request.needs_grad else (forward,)
 
 
 def joined(executors: Sequence[Any], bound: BoundRequest) -> Executor:
     """Returns the executor of all passes. With a backward pass it is differentiable."""
-    forward: Executor = executors[0]
-    return forward if len(executors) == 1 else paired(forward, executors[1], bound)
-
-
-def paired(forward: Executor, backward: BackwardExecutor, bound: BoundRequest) -> Executor:
-    """Returns the differentiable executor of two passes."""
+    if len(executors) == 1:
+        return executors[0]  # type: ignore[no-any-return]
+    forward, backward = executors
     request = bound.request
     served: ServeAll = with_side(backward, request.layout, bound.gradients)
     if isinstance(backward, BoundBackward) and not request.problem.features and not request.return_lse:
@@ -42,19 +53,20 @@ def paired(forward: Executor, backward: BackwardExecutor, bound: BoundRequest) -
     return differentiable(Pair(forward, served, request.return_lse))
 
 
-def forward_pass(bound: BoundRequest) -> Pass[Executor]:
+def forward_pass(bound: BoundRequest, loader: KernelLoader) -> Pass[Executor]:
     """Returns the forward pass of a request. Its kernels are bound to the strides of the tensors."""
     request = bound.request.forward if bound.request.needs_grad else bound.request
 
     def bound_kernel(choice: LoadedKernel) -> Executor:
         q, packed = bound.tensors[0], bound.side.cu_seqlens_q
         kernel, target, binary = choice
-        launch = bind(kernel, target, bound.forward_tensors(q.device), bound.extra, compiled=binary)
+        launch = loader.bind(kernel, target, bound.forward_tensors(q.device), bound.extra, compiled=binary)
         clear = None if packed is None else clearer_of(request, packed.numel() - 1, target)
         return with_copies(launcher(launch, request, q, clear), bound.copied)
 
     return Pass(
-        lambda: bound.passes[0],
+        loader,
+        bound.passes[0],
         bound_kernel,
         lambda decision: functools.partial(interpreted, decision, request),
     )
@@ -70,17 +82,18 @@ def clearer_of(request: Request, sequences: int, target: Target) -> Callable[...
     return tail_clearer(out, request.return_lse, sequences, target, request.device)
 
 
-def backward_pass(bound: BoundRequest) -> Pass[BackwardExecutor]:
+def backward_pass(bound: BoundRequest, loader: KernelLoader) -> Pass[BackwardExecutor]:
     """Returns the backward pass of a request, whose kernels take a gradient with the output's strides."""
     request = bound.request
 
     def bound_kernel(choice: LoadedKernel) -> BackwardExecutor:
-        executor = BoundBackward(choice, request)
+        executor = BoundBackward(choice, request, bound.platform, loader.bind)
         executor.bind_usual(bound)
         return executor
 
     return Pass(
-        lambda: bound.passes[1],
+        loader,
+        bound.passes[1],
         bound_kernel,
         lambda decision: functools.partial(interpreted_backward, decision, request),
     )

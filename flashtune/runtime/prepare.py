@@ -5,19 +5,23 @@ backward kernel is compiled, loaded and checked when the forward pass is first c
 therefore never uses a kernel that fails.
 """
 
-from __future__ import annotations
-
 import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
 
 import msgspec
 
-from flashtune.core.notices import warn_once
-from flashtune.dispatch.bound_request import BoundRequest
+from flashtune.core.errors import KernelError, VerificationError
+from flashtune.core.notices import search_command, warn_once
+from flashtune.core.problem import Problem
+from flashtune.core.record import Selection
+from flashtune.core.target import Target
+from flashtune.dispatch.bound_request import BoundRequest, KernelKey
 from flashtune.dispatch.decision import Backend, Decision, baseline, choose
-from flashtune.dispatch.masked_sdpa import refusal, sdpa_allowed
-from flashtune.dispatch.sdpa import default_backend
+from flashtune.dispatch.lookup import default_selections, nearest_selection
+from flashtune.dispatch.masked_sdpa import sdpa_allowed
+from flashtune.dispatch.nearest import is_far
 from flashtune.request.request import Executor, Prefer, Request
+from flashtune.runtime.backward_executors import recomputed
 from flashtune.runtime.executors import (
     baseline_executor,
     copies_of,
@@ -27,27 +31,22 @@ from flashtune.runtime.executors import (
     types_as_given,
     with_copies,
 )
-from flashtune.runtime.kernel_fallback import Pass, prepared, prepared_or
-from flashtune.runtime.passes import backward_pass, joined, passes_of
-from flashtune.runtime.recomputation import recomputed
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from flashtune.runtime.gradients import BackwardExecutor
+from flashtune.runtime.gradients import BackwardExecutor
+from flashtune.runtime.kernel_loader import KernelLoader
+from flashtune.runtime.passes import Pass, Usable, backward_pass, joined, passes_of
 
 
-def prepare(bound: BoundRequest) -> Executor:
+def prepare(bound: BoundRequest, loader: KernelLoader) -> Executor:
     """Returns the executor of a request. Its kernels are compiled, loaded and verified."""
     request = bound.request
     if request.needs_grad and any(bound.copied):
         # Autograd saves the copies. Most programs do not save the tensors that q, k and v are slices of.
-        copies = BoundRequest(request, *copies_of(bound.tensors, bound.copied), bound.side)
-        return with_copies(prepare(copies), bound.copied)
-    passes, features = passes_of(bound), request.problem.features
+        copies = bound.replaced(request, copies_of(bound.tensors, bound.copied))
+        return with_copies(prepare(copies, loader), bound.copied)
+    features = request.problem.features
     # The problem of float64 tensors has fp32, and so has the key of a kernel, which cannot read them.
     if features and not (request.is_empty or request.is_double or sdpa_allowed(request)):
-        executor = _known(passes, bound)
+        executor = _known(bound, loader)
         if executor is not None:
             return executor
     # Whether SDPA supports a mask also depends on strides, which are not part of the key of a kernel.
@@ -59,23 +58,42 @@ def prepare(bound: BoundRequest) -> Executor:
         decisions = tuple(map(_without_sdpa, choose(bound)))
     if not decisions[0].generated:
         return baseline_of(decisions[0], request)
-    executor = _known(passes, bound)
+    # Cached kernels serve here too, where SDPA was allowed and is slower.
+    executor = _known(bound, loader) if features else None
     if executor is not None:
         return executor
-    instead = baseline(request)
-    return prepared_or(
-        lambda: joined([prepared(*pair) for pair in zip(decisions, passes, strict=True)], bound),
-        request,
-        bound.passes[-1].problem,
-        f"{in_words(instead)}{' (in both passes)' if request.needs_grad else ''}",
-        lambda: baseline_executor(instead, request),
-    )
+    try:
+        passes = zip(decisions, passes_of(bound, loader), strict=True)
+        return joined([prepared(*pair) for pair in passes], bound)
+    except (KernelError, VerificationError) as failure:
+        if request.prefer is Prefer.GENERATED:
+            raise
+        instead = baseline(request)
+        words = f"{in_words(instead)}{' (in both passes)' if request.needs_grad else ''}"
+        warn_of_failure(failure, words, bound.passes[-1].problem)
+        return baseline_executor(instead, request)
 
 
-def _known(passes: Sequence[Pass[Any]], bound: BoundRequest) -> Executor | None:
+def _known(bound: BoundRequest, loader: KernelLoader) -> Executor | None:
     """Returns the executor of cached kernels, or None if one pass has none."""
-    executors = [one.known() for one in passes]
+    executors = [pass_.known() for pass_ in passes_of(bound, loader)]
     return None if None in executors else joined(executors, bound)
+
+
+def masked_sdpa_executor(bound: BoundRequest) -> Executor | None:
+    """Returns an executor by SDPA with a mask, or warns and returns None if a trial of SDPA fails."""
+    request, views, bias = bound.request, bound.views, bound.side.bias
+    assert bias is not None
+    with types_as_given(views[0]):
+        # Not the backend that was chosen before, because autocast may have been enabled there.
+        backend = bound.sdpa_backend
+        unsupported_reason = bound.platform.mask_trials.refusal(request, backend, *views, bias)
+    if unsupported_reason is None:
+        return masked_executor(request, backend, bound.platform.sdpa_backend)
+    warn_once(
+        "masked SDPA", f"torch's SDPA {unsupported_reason}, so another kernel serves {request.problem.key}"
+    )
+    return None
 
 
 def _without_sdpa(decision: Decision) -> Decision:
@@ -93,36 +111,84 @@ def baseline_of(decision: Decision, request: Request) -> Executor:
     return baseline_executor(decision.backend, request)
 
 
-def masked_sdpa_executor(bound: BoundRequest) -> Executor | None:
-    """Returns an executor by SDPA with a mask, or warns and returns None if a trial of SDPA fails."""
-    request, views, bias = bound.request, bound.views, bound.side.bias
-    assert bias is not None
-    with types_as_given(views[0]):
-        # Not the backend that was chosen before, because autocast may have been enabled there.
-        backend = default_backend(*views, request.problem, bias)
-        unsupported_reason = refusal(request, backend, *views, bias)
-    if unsupported_reason is None:
-        return masked_executor(request, backend)
-    warn_once(
-        "masked SDPA", f"torch's SDPA {unsupported_reason}, so another kernel serves {request.problem.key}"
-    )
-    return None
+def prepared(decision: Decision, pass_: Pass[Usable]) -> Usable:
+    """Returns the executor of a decision's generated kernel or of its fallback, in one pass.
+
+    Warns of fallbacks. If no kernel is usable, the first error is raised.
+    """
+    if decision.backend is Backend.INTERPRETER:
+        return pass_.interpret(decision)
+    key, target = pass_.key, decision.target
+    assert decision.selection is not None
+    assert target is not None
+    failure: KernelError | VerificationError | None = None
+    for selection, name in _candidates(decision.selection, target, key):
+        try:
+            kernel = pass_.loader.load(selection, target, key)
+            executor = pass_.bind(kernel)
+        except (KernelError, VerificationError) as error:
+            # Report the first failure only. Another kernel may still work.
+            failure = failure or error
+            continue
+        pass_.loader.remember(key, kernel)
+        if failure is None:
+            _warn_of_fallback(selection, key.problem)
+        else:
+            warn_of_failure(failure, name, key.problem)
+        return executor
+    assert failure is not None
+    raise failure
 
 
-def prepare_alone(bound: BoundRequest) -> BackwardExecutor:
+def _candidates(selection: Selection, target: Target, key: KernelKey) -> Iterator[tuple[Selection, str]]:
+    """Yields the selection of a decision and its fallbacks, each with a name for the warning."""
+    yield selection, "the selected config"
+    tuned = nearest_selection(selection)
+    if tuned is not None:
+        yield tuned, "the config of the nearest tuned shape"
+    if key.prefer is Prefer.GENERATED:
+        for default in default_selections(key.problem, target, key.specialization):
+            if default != selection:
+                yield default, "a default config"
+
+
+def _warn_of_fallback(selection: Selection, problem: Problem) -> None:
+    near = selection.measured.problem
+    if selection.source == "default":
+        what = f"nothing like {problem.key} is tuned for this GPU, so a default config serves"
+    elif (near.head_dim, near.value_head_dim) != (problem.head_dim, problem.value_head_dim):
+        what = f"{problem.key} is not tuned here and its nearest, {near.key}, has other head dims"
+    elif selection.source == "estimated" and is_far(near, problem):
+        what = f"{problem.key} is not tuned here and its nearest, {near.key}, is far"
+    else:
+        return
+    # Warn once for each pass.
+    warn_once(f"untuned {problem.direction}", f"{what}: run {search_command(problem)}")
+
+
+def warn_of_failure(failure: Exception, instead: str, problem: Problem) -> None:
+    """Warns that a fallback replaces the selection."""
+    # The key is constant, because a program with ever new lengths would otherwise repeat the warning.
+    warn_once("failed", f"{failure}, so {instead} serves: run {search_command(problem)}")
+
+
+def prepare_alone(bound: BoundRequest, loader: KernelLoader) -> BackwardExecutor:
     """Returns the executor of a backward operator. Its forward pass has run, so a baseline cannot serve."""
-    request, one = bound.request, backward_pass(bound)
-    known = None if request.is_empty or request.is_double else one.known()
-    if known is not None:
-        return known
+    request = bound.request
+    if request.is_empty or request.is_double:
+        return recomputed(request)
+    pass_ = backward_pass(bound, loader)
+    executor = pass_.known()
+    if executor is not None:
+        return executor
     generated = msgspec.structs.replace(request, prefer=Prefer.GENERATED)
-    _, decision = choose(BoundRequest(generated, *bound.tensors, bound.side))
+    _, decision = choose(bound.replaced(generated))
     if not decision.generated:
         return recomputed(request)
-    return prepared_or(
-        lambda: prepared(decision, one),
-        request,
-        request.backward,
-        "the unfused computation",
-        lambda: recomputed(request),
-    )
+    try:
+        return prepared(decision, pass_)
+    except (KernelError, VerificationError) as failure:
+        if request.prefer is Prefer.GENERATED:
+            raise
+        warn_of_failure(failure, "the unfused computation", request.backward)
+        return recomputed(request)

@@ -1,183 +1,198 @@
 """The self-check of kernels without a valid receipt, before their first use and once per machine."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import torch
 
+from flashtune.core.caches import keep
+from flashtune.core.config import Config
 from flashtune.core.errors import FlashtuneError, StoreError, UsageError
 from flashtune.core.files import alone_with
+from flashtune.core.kernel import Kernel
 from flashtune.core.notices import warn_once
-from flashtune.core.session import SESSION, keep
+from flashtune.core.problem import Direction, Dtype, Feature, Problem
+from flashtune.core.record import Verdict
+from flashtune.core.target import Target
 from flashtune.dispatch.versions import current_versions
+from flashtune.launch.binding import Binary
 from flashtune.launch.compilation import kernel_folder
-
-if TYPE_CHECKING:
-    from flashtune.core.config import Config
-    from flashtune.core.kernel import Kernel
-    from flashtune.core.problem import Direction, Dtype, Feature, Problem
-    from flashtune.core.record import Verdict
-    from flashtune.core.target import Target
-    from flashtune.launch.binding import Binary
 
 # A check takes a fraction of a second. A process that holds the lock longer than this is no longer checking.
 LOCK_SECONDS = 30.0
 
-# Verdicts that this process computed or read, by (digest, target's name).
-_known: dict[tuple[str, str], bool] = SESSION.process_cache("verdicts")
-# Kinds of checks whose modules and CUDA kernels this process has preloaded.
-_preloaded: dict[tuple[Direction, Dtype, frozenset[Feature]], bool] = SESSION.process_cache(
-    "preloaded checks"
-)
 
+class SelfChecks:
+    """The verdicts on kernels of a process, and the checks that find them.
 
-def known_verdict(kernel: Kernel, target: Target) -> bool | None:
-    """Returns whether a kernel passed its self-check here, or verification for the shipped table.
-
-    None if there is no verdict. Only verdicts with the installed versions count.
+    Verdicts are stored in the user's database. If that cannot be read or written, a warning is given, and
+    only this process keeps the verdict.
     """
-    from flashtune.db.light.reader import open_reader
 
-    key = (kernel.digest, target.name)
-    if key not in _known:
-        here = current_versions(kernel.family)
+    def __init__(
+        self,
+        check: Callable[..., Verdict] | None = None,
+        preload: Callable[..., None] | None = None,
+        folder: Callable[[], Path] = kernel_folder,
+    ) -> None:
+        """Makes checks without any verdict.
+
+        Args:
+            check: As `check_rendered` of `flashtune.verification`, which is imported at the first check.
+            preload: As `preload` of the same module.
+            folder: Returns the folder of the locks of checks.
+        """
+        self._check, self._preload = check, preload
+        self._folder = folder
+        # Verdicts that this process computed or read, by (digest, target's name).
+        self._verdicts: dict[tuple[str, str], bool] = {}
+        # Kinds of checks whose modules and CUDA kernels this process has preloaded.
+        self._preloaded: dict[tuple[Direction, Dtype, frozenset[Feature]], bool] = {}
+        # The digests and versions of the kernels that were verified for the shipped table, by target's name.
+        self._receipts: dict[str, frozenset[tuple[str, tuple[str, ...]]]] = {}
+
+    def known_verdict(self, kernel: Kernel, target: Target) -> bool | None:
+        """Returns whether a kernel passed its self-check here, or verification for the shipped table.
+
+        None if there is no verdict. Only verdicts with the installed versions count.
+        """
+        from flashtune.db.light.reader import open_reader
+
+        key = (kernel.digest, target.name)
+        if key not in self._verdicts:
+            here = current_versions(kernel.family)
+            reader = open_reader()
+            passed = reader.check(kernel.digest, target.name, here) if reader else None
+            # A failure on this machine overrides a pass on another one.
+            if passed is None and (kernel.digest, here.makers) in self._shipped_receipts(target.name):
+                passed = True
+            if passed is None:
+                return None
+            keep(self._verdicts, key, passed)
+        return self._verdicts[key]
+
+    def _shipped_receipts(self, target_name: str) -> frozenset[tuple[str, tuple[str, ...]]]:
+        from flashtune.db.table import shipped_table
+
+        if target_name not in self._receipts:
+            table = shipped_table(target_name)
+            receipts = table.receipts if table else ()
+            pairs = frozenset((receipt.digest, receipt.versions.makers) for receipt in receipts)
+            keep(self._receipts, target_name, pairs)
+        return self._receipts[target_name]
+
+    def known_seconds(self, kernel: Kernel, target: Target) -> float | None:
+        """Returns the time of a kernel's self-check on this machine after loading, in s, or None."""
+        from flashtune.db.light.reader import open_reader
+
         reader = open_reader()
-        passed = reader.check(kernel.digest, target.name, here) if reader else None
-        # A failure on this machine overrides a pass on another one.
-        if passed is None and (kernel.digest, here.makers) in _shipped_receipts(target.name):
-            passed = True
-        if passed is None:
+        check = reader and reader.remembered(kernel.digest, target.name, current_versions(kernel.family))
+        return check.seconds if check else None
+
+    def passes(
+        self,
+        kernel: Kernel,
+        problem: Problem,
+        config: Config,
+        target: Target,
+        device: torch.device,
+        compiled: Binary | None = None,
+    ) -> bool:
+        """Returns whether a kernel is correct on this GPU, from the cache or by a check of less than 1 s.
+
+        One process of this machine checks while the others wait for its verdict. Only the static features of
+        the problem matter.
+        """
+        verdict = self._stored_verdict(kernel, target)
+        if verdict is not None:
+            return verdict
+        with self._one_of_many(kernel):
+            verdict = self._stored_verdict(kernel, target)
+            if verdict is not None:
+                return verdict
+            start = time.perf_counter()
+            result = self._checked(kernel, problem, config, target, device, compiled)
+            seconds = time.perf_counter() - start
+            keep(self._verdicts, (kernel.digest, target.name), result.passed)
+            _remember(kernel, target, result, seconds)
+        return result.passed
+
+    @contextlib.contextmanager
+    def preloading(
+        self, kernel: Kernel, problem: Problem, config: Config, target: Target, device: torch.device
+    ) -> Iterator[None]:
+        """Prepares the check of a kernel without a verdict, in a thread that ends with the block.
+
+        The block compiles and loads the kernel in the meantime. The thread imports the modules of a check and
+        loads torch's CUDA kernels. In a fresh process this takes as long as the check. It is done once for
+        each pass, type and set of features. After matrix products in the thread, torch keeps a cuBLAS handle
+        with its workspace of 32 MiB on Hopper for the next thread.
+        """
+        kind = (problem.direction, problem.dtype, problem.features)
+        if kind in self._preloaded or self._stored_verdict(kernel, target) is not None:
+            yield
+            return
+        keep(self._preloaded, kind, True)
+        enough = threading.Event()
+        # Memory freed on this stream can be reused by later work on it.
+        stream = torch.cuda.current_stream(device)
+
+        def run() -> None:
+            from flashtune.verification import check
+
+            # Errors are ignored here, because the check reports them. A new thread's device is the first one.
+            # After the stream's block alone, torch would return to it and start to use it.
+            with contextlib.suppress(RuntimeError), torch.cuda.device(device), torch.cuda.stream(stream):
+                preload = self._preload or check.preload
+                preload(kernel, problem, config, target, device, enough.is_set)
+
+        thread = threading.Thread(target=run, name="flashtune-preload", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            enough.set()
+            thread.join()
+
+    def _stored_verdict(self, kernel: Kernel, target: Target) -> bool | None:
+        """Returns `known_verdict`, or None with a warning if the database cannot be read."""
+        try:
+            return self.known_verdict(kernel, target)
+        except (StoreError, UsageError) as error:
+            _warn_of_database(error)
             return None
-        keep(_known, key, passed)
-    return _known[key]
 
+    @contextlib.contextmanager
+    def _one_of_many(self, kernel: Kernel) -> Iterator[None]:
+        """Runs the block in one process of this machine at a time, if the kernel cache is writable.
 
-@SESSION.computed_once
-def _shipped_receipts(target_name: str) -> frozenset[tuple[str, tuple[str, ...]]]:
-    """Returns the digests and versions of the kernels that were verified for the shipped table."""
-    from flashtune.db.table import shipped_table
+        The lock only saves work. A process that cannot get it runs its own check.
+        """
+        folder = self._folder()
+        lock = folder / f"{kernel.family}_{kernel.digest}.lock"
+        with contextlib.ExitStack() as held:
+            with contextlib.suppress(OSError):
+                folder.mkdir(parents=True, exist_ok=True)
+                held.enter_context(alone_with(lock, LOCK_SECONDS))
+            yield
 
-    table = shipped_table(target_name)
-    receipts = table.receipts if table else ()
-    return frozenset((one.digest, one.versions.makers) for one in receipts)
+    def _checked(
+        self,
+        kernel: Kernel,
+        problem: Problem,
+        config: Config,
+        target: Target,
+        device: torch.device,
+        compiled: Binary | None,
+    ) -> Verdict:
+        from flashtune.verification import check
+        from flashtune.verification.cases import Level
 
-
-def known_seconds(kernel: Kernel, target: Target) -> float | None:
-    """Returns the time of a kernel's self-check on this machine after loading, in s, or None if not known."""
-    from flashtune.db.light.reader import open_reader
-
-    reader = open_reader()
-    check = reader and reader.remembered(kernel.digest, target.name, current_versions(kernel.family))
-    return check.seconds if check else None
-
-
-def passes_self_check(
-    kernel: Kernel,
-    problem: Problem,
-    config: Config,
-    target: Target,
-    device: torch.device,
-    compiled: Binary | None = None,
-) -> bool:
-    """Returns whether a kernel is correct on this GPU, from the cache or by a check of less than 1 s.
-
-    One process of this machine checks while the others wait for its verdict. The verdict is stored in the
-    user's database. If that cannot be read or written, a warning is given, and only this process caches the
-    verdict. Only the static features of the problem matter.
-    """
-    known = _remembered(kernel, target)
-    if known is not None:
-        return known
-    with _one_of_many(kernel):
-        known = _remembered(kernel, target)
-        if known is not None:
-            return known
-        start = time.perf_counter()
-        verdict = _verdict(kernel, problem, config, target, device, compiled)
-        seconds = time.perf_counter() - start
-        keep(_known, (kernel.digest, target.name), verdict.passed)
-        _remember(kernel, target, verdict, seconds)
-    return verdict.passed
-
-
-@contextlib.contextmanager
-def preloading(
-    kernel: Kernel, problem: Problem, config: Config, target: Target, device: torch.device
-) -> Iterator[None]:
-    """Prepares the check of a kernel without a verdict, in a thread that ends with the block.
-
-    The block compiles and loads the kernel in the meantime. The thread imports the modules of a check and
-    loads torch's CUDA kernels. In a fresh process this takes as long as the check. It is done once for each
-    pass, type and set of features. After matrix products in the thread, torch keeps a cuBLAS handle with its
-    workspace of 32 MiB on Hopper for the next thread.
-    """
-    kind = (problem.direction, problem.dtype, problem.features)
-    if kind in _preloaded or _remembered(kernel, target) is not None:
-        yield
-        return
-    keep(_preloaded, kind, True)
-    enough = threading.Event()
-    # Memory freed on this stream can be reused by later work on it.
-    stream = torch.cuda.current_stream(device)
-
-    def run() -> None:
-        from flashtune.verification.check import preload
-
-        # Errors are ignored here, because the check reports them. A new thread's device is the first one.
-        # After the stream's block alone, torch would return to it and start to use it.
-        with contextlib.suppress(RuntimeError), torch.cuda.device(device), torch.cuda.stream(stream):
-            preload(kernel, problem, config, target, device, enough.is_set)
-
-    thread = threading.Thread(target=run, name="flashtune-preload", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        enough.set()
-        thread.join()
-
-
-def _remembered(kernel: Kernel, target: Target) -> bool | None:
-    """Returns `known_verdict`, or None with a warning if the database cannot be read."""
-    try:
-        return known_verdict(kernel, target)
-    except (StoreError, UsageError) as error:
-        _warn_of_database(error)
-        return None
-
-
-@contextlib.contextmanager
-def _one_of_many(kernel: Kernel) -> Iterator[None]:
-    """Runs the block in one process of this machine at a time, if the kernel cache is writable.
-
-    The lock only saves work. A process that cannot get it runs its own check.
-    """
-    folder = kernel_folder()
-    lock = folder / f"{kernel.family}_{kernel.digest}.lock"
-    with contextlib.ExitStack() as held:
-        with contextlib.suppress(OSError):
-            folder.mkdir(parents=True, exist_ok=True)
-            held.enter_context(alone_with(lock, LOCK_SECONDS))
-        yield
-
-
-def _verdict(
-    kernel: Kernel,
-    problem: Problem,
-    config: Config,
-    target: Target,
-    device: torch.device,
-    compiled: Binary | None,
-) -> Verdict:
-    from flashtune.verification.cases import Level
-    from flashtune.verification.check import check_rendered
-
-    return check_rendered(kernel, problem, config, target, device, Level.QUICK, compiled=compiled)
+        run = self._check or check.check_rendered
+        return run(kernel, problem, config, target, device, Level.QUICK, compiled=compiled)
 
 
 def _remember(kernel: Kernel, target: Target, verdict: Verdict, seconds: float) -> None:

@@ -42,7 +42,7 @@ def refuse_tangents(*tensors: Tensor | None) -> None:
     """Raises an error for forward-mode derivatives, which would be zeros."""
     if not _derives_forward():
         return
-    if any(one is not None and forward_ad.unpack_dual(one).tangent is not None for one in tensors):
+    if any(tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
         raise ProblemError(
             "flashtune.attention has no forward-mode derivatives: use reverse mode, or "
             "torch.nn.functional.scaled_dot_product_attention under "
@@ -52,7 +52,7 @@ def refuse_tangents(*tensors: Tensor | None) -> None:
 
 def refuse_batches(gradients: tuple[Tensor | None, ...]) -> None:
     """Raises an error for batches of gradients of an eager call's results, which have no address."""
-    if any(one is not None and _is_batched(one) for one in gradients):
+    if any(gradient is not None and _is_batched(gradient) for gradient in gradients):
         raise ProblemError(
             "flashtune.attention's backward pass takes one gradient of the output, not a batch "
             "(is_grads_batched or vectorize): loop over them, or use torch.func.jacrev, or torch.func.vmap "

@@ -20,7 +20,8 @@ from flashtune.request.flop_count import backward_flops, forward_flops
 from flashtune.request.read_call import read_call, require_tensors
 from flashtune.request.request import Result
 from flashtune.runtime.backward_ops import GIVEN, differentiated
-from flashtune.runtime.call_cache import known_executor, run_call, unsigned
+from flashtune.runtime.call_cache import known_executor, run_call
+from flashtune.runtime.call_key import unsigned
 from flashtune.runtime.op_library import ALL, TAGS, call_of, contiguous, library, operands, schema
 from flashtune.runtime.torch_modes import (
     count_flops,
@@ -215,10 +216,10 @@ def _lse_dtype(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype is torch.float64 else torch.float32
 
 
-for one in OPERATORS:
-    _register(one)
+for operator in OPERATORS:
+    _register(operator)
 FLOPS: dict[Any, Callable[..., int]] = {
-    getattr(torch.ops.flashtune, one.name): functools.partial(_flops, one) for one in OPERATORS
+    getattr(torch.ops.flashtune, op.name): functools.partial(_flops, op) for op in OPERATORS
 }
 FLOPS[torch.ops.flashtune.attention_backward] = _backward_flops
 count_flops(FLOPS)

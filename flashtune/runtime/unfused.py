@@ -5,10 +5,9 @@ the fallback if no kernel supports a call. It is differentiable. Packed or paged
 one, for which the host reads their lengths from the device.
 """
 
-from __future__ import annotations
-
 import itertools
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -16,23 +15,17 @@ from torch import Tensor
 
 from flashtune.core.features.description import ScoreRows
 from flashtune.core.features.masks import seen_keys, seen_pairs
-from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
+from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs, FeatureFields
 from flashtune.core.features.table import TENSOR_INPUTS, changed_scores
 from flashtune.core.problem import SCORE_BYTES, Bias, Causal, Problem
 from flashtune.request.dropout import kept_weights
 from flashtune.runtime.value_checks import check_pages
 from flashtune.templates.family import BytesItem
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from flashtune.core.features.records import FeatureFields
-    from flashtune.core.problem import Problem
-
 # Inputs with an entry for each sequence, and inputs that a gathered sequence does not have.
 OF_SEQUENCES = (
     "slopes",
-    *(one.name for one in TENSOR_INPUTS.values() if one.shape and one.shape[0] == "batch"),
+    *(entry.name for entry in TENSOR_INPUTS.values() if entry.shape and entry.shape[0] == "batch"),
 )
 ABSENT: dict[str, Any] = dict.fromkeys(
     ("k_scale", "v_scale", "cu_seqlens_q", "cu_seqlens_kv", "seqlens_kv", "block_table")
@@ -74,8 +67,8 @@ def unfused_attention(
     dense = msgspec.structs.replace(problem, packed=0, page_size=0)
     for sequence in _sequences(problem, q, k, v, side):
         at = sequence.at
-        given = q[at], sequence.k, sequence.v, sequence.side
-        out[at], part = _dense(dense, *given, scale, True, at[2].start or 0)
+        operands = q[at], sequence.k, sequence.v, sequence.side
+        out[at], part = _dense(dense, *operands, scale, True, at[2].start or 0)
         assert part is not None
         lse[at] = part
     return out, lse if return_lse else None
@@ -195,7 +188,9 @@ def _sequences(problem: Problem, q: Tensor, k: Tensor, v: Tensor, side: ExtraInp
             table = side.block_table[b, : -(-length // problem.page_size)].long()
             keys = _gathered(k, side.k_scale, table, length, q.dtype)
             values = _gathered(v, side.v_scale, table, length, q.dtype)
-        own = {name: given[b : b + 1] for name in OF_SEQUENCES if (given := getattr(side, name)) is not None}
+        own = {
+            name: tensor[b : b + 1] for name in OF_SEQUENCES if (tensor := getattr(side, name)) is not None
+        }
         if side.bias is not None:
             own["bias"] = side.bias[b : b + 1, :, : q[at].shape[2], : keys.shape[2]]
         alone = side._replace(**{**own, **ABSENT})

@@ -83,7 +83,7 @@ def reference(inputs: Inputs) -> Reference:
     )
     expected_out = Expected("out", _of_queries(inputs, out), _of_queries(inputs, allowed))
     expected_lse = Expected(
-        "lse", *(_as_lse(inputs, packed(problem, lengths, one)) for one in (lse, lse_allowed))
+        "lse", *(_as_lse(inputs, packed(problem, lengths, tensor)) for tensor in (lse, lse_allowed))
     )
     if inputs.dout is None:
         return Reference(expected_out, expected_lse)
@@ -93,7 +93,7 @@ def reference(inputs: Inputs) -> Reference:
     dlse = None if inputs.dlse is None else layout.queries(inputs.dlse[..., None])[..., 0]
     case = BackwardCase(q, k, v, dout, dlse, extra, scale, lengths)
     gradients = expect_gradients(problem, case, Chosen(pairs, torch.arange(problem.seqlen_q))).gradients
-    expected = {name: _gradient(inputs, name, one) for name, one in gradients.items()}
+    expected = {name: _gradient(inputs, name, factor) for name, factor in gradients.items()}
     return Reference(expected_out, expected_lse, **expected)
 
 
@@ -119,11 +119,11 @@ def close(result: Tensor, expected: Expected) -> float:
     # Equal infinities have no difference.
     error = (rows[0].double() - rows[1]).masked_fill(rows[0] == rows[1], 0.0).abs()
     share = (error / (allowed[..., None] + 1e-300)).nan_to_num(nan=math.inf, posinf=math.inf)
-    place = tuple(int(one) for one in torch.unravel_index(share.argmax(), share.shape))
-    index = place[: exact.dim()]
+    position = tuple(int(coordinate) for coordinate in torch.unravel_index(share.argmax(), share.shape))
+    index = position[: exact.dim()]
     raise AssertionError(
         f"{name}{list(index)} is {result[index].item():.6g} and the reference {exact[index].item():.6g}, "
-        f"{ratio:.3g} times the tolerance of {allowed[place[:-1]].item():.3g}"
+        f"{ratio:.3g} times the tolerance of {allowed[position[:-1]].item():.3g}"
     )
 
 
@@ -157,13 +157,15 @@ def _of_keys(inputs: Inputs, rows: Tensor) -> Tensor:
         sizes = inputs.extra.cu_seqlens_kv.diff().tolist()
         # A sequence may have more rows than the longest uses.
         wide = pad(rows, (0, 0, 0, max(sizes, default=0)))
-        rows = torch.cat([one[:, :size] for one, size in zip(wide, sizes, strict=True)], 1)[None]
+        rows = torch.cat([tensor[:, :size] for tensor, size in zip(wide, sizes, strict=True)], 1)[None]
     return inputs.kv_layout.as_given(rows)
 
 
 def _gradient(inputs: Inputs, name: str, gradient: Gradient) -> Expected:
     """Returns a gradient of pairs, [pairs, ...] or [pairs, group, ...], as kernels write it."""
-    exact, allowed = (one.unflatten(0, (inputs.problem.batch, inputs.problem.kv_heads)) for one in gradient)
+    exact, allowed = (
+        tensor.unflatten(0, (inputs.problem.batch, inputs.problem.kv_heads)) for tensor in gradient
+    )
     if name in ("dk", "dv"):
         return Expected(name, _of_keys(inputs, exact), _of_keys(inputs, allowed))
     exact, allowed = exact.flatten(1, 2), allowed.flatten(1, 2)

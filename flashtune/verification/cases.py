@@ -15,7 +15,7 @@ from flashtune.core.layouts import DENSE_LAYOUTS, Layout
 from flashtune.core.problem import Problem
 from flashtune.verification.lengths import Lengths, equal_lengths, is_ragged, usual_lengths
 from flashtune.verification.probes import Probe
-from flashtune.verification.serving_shapes import ServingCase, serving_cases
+from flashtune.verification.serving_shapes import ServingCase, even_lengths, serving_cases
 from flashtune.verification.shapes import MAX_BLOCKS, ROUNDS, Shape, Tile, rounds_of, shapes_of, third_tiles
 
 TENSORS = ("q", "k", "v", "out")
@@ -142,17 +142,13 @@ def far_cases(problem: Problem, config: Config) -> tuple[Case, ...]:
     if is_ragged(problem) or splits_of(config):
         queries = 1 if splits_of(config) else block_m + 1
         lengths = Lengths((queries, queries), (2 * block_n + 1, 2 * block_n - 1))
-        heads = (16, 1) if problem.mla else (4, 2)
-        served = ServingCase(Shape(Probe.RANDOM, *_longest(lengths)), heads, lengths, is_ragged(problem))
-        (case,) = served_cases(problem, (served,), block_n, (1.0,))
-        return tuple(msgspec.structs.replace(case, far=tensor) for tensor in range(len(TENSORS)))
-    small = msgspec.structs.replace(
-        problem, batch=2, heads=2, kv_heads=1, seqlen_q=block_m + 1, seqlen_kv=2 * block_n + 1
-    )
-    return tuple(
-        Case(problem=small, probe=Probe.RANDOM, block=block_n, scale=problem.head_dim**-0.5, far=tensor)
-        for tensor in range(len(TENSORS))
-    )
+        heads, layout = (16, 1) if problem.mla else (4, 2), Layout.BSHD
+    else:
+        lengths = Lengths((block_m + 1,) * 2, (2 * block_n + 1,) * 2)
+        heads, layout = (2, 1), Layout.BHSD
+    served = ServingCase(Shape(Probe.RANDOM, *_longest(lengths)), heads, lengths, is_ragged(problem))
+    (case,) = served_cases(problem, (served,), block_n, (1.0,), (layout,))
+    return tuple(msgspec.structs.replace(case, far=tensor) for tensor in range(len(TENSORS)))
 
 
 def _thinned(problem: Problem) -> Problem:
@@ -172,30 +168,22 @@ def cases_of(
     problem: Problem, shapes: Iterable[Shape], block: int, heads: tuple[tuple[int, int, int], ...]
 ) -> Iterator[Case]:
     """Yields cases of equal sequences. Heads, KV heads and batch cycle through `heads`."""
-    turns = zip(itertools.cycle(heads), itertools.cycle(SCALES), itertools.cycle(DENSE_LAYOUTS))
-    for shape, ((many, kv_heads, batch), factor, layout) in zip(shapes, turns, strict=False):
-        yield Case(
-            problem=msgspec.structs.replace(
-                problem,
-                heads=many,
-                kv_heads=kv_heads,
-                batch=batch,
-                seqlen_q=max(1, shape.seqlen_q),
-                seqlen_kv=max(1, shape.seqlen_kv),
-            ),
-            probe=shape.probe,
-            block=block,
-            scale=factor * problem.head_dim**-0.5,
-            layout=layout,
-            repeats=shape.repeats,
-        )
+    turns = zip(shapes, itertools.cycle(heads), strict=False)
+    equal = (
+        even_lengths(problem, shape, (many, kv_heads), batch) for shape, (many, kv_heads, batch) in turns
+    )
+    return served_cases(problem, equal, block, layouts=DENSE_LAYOUTS)
 
 
 def served_cases(
-    problem: Problem, problems: Iterable[ServingCase], block: int, factors: tuple[float, ...] = SCALES
+    problem: Problem,
+    problems: Iterable[ServingCase],
+    block: int,
+    factors: tuple[float, ...] = SCALES,
+    layouts: tuple[Layout, ...] = (Layout.BSHD, Layout.BHSD),
 ) -> Iterator[Case]:
-    """Yields cases of decoding, or with features such as sequences of different lengths."""
-    turns = zip(itertools.cycle(factors), itertools.cycle((Layout.BSHD, Layout.BHSD)))
+    """Yields cases of problems. Factors of the softmax scale and layouts cycle."""
+    turns = zip(itertools.cycle(factors), itertools.cycle(layouts))
     for turn, (served, (factor, layout)) in enumerate(zip(problems, turns, strict=False)):
         heads, kv_heads = served.heads
         queries, keys = _longest(served.lengths)

@@ -107,7 +107,8 @@ def check_rendered(
         except (RuntimeError, TritonError) as error:
             forget()
             raise KernelError(first_line(error)) from error
-    verdict = _verdict(findings, figures, _device_name(device), seed)
+    name = INTERPRETER if interpreting() else torch.cuda.get_device_name(device)
+    verdict = _verdict(findings, figures, name, seed)
     if not verdict.passed:
         forget()
         return verdict
@@ -192,24 +193,19 @@ def _variants(
 def _planned(
     kernel: Kernel, problem: Problem, config: Config, target: Target, level: Level, seed: int
 ) -> tuple[tuple[Case, int], ...]:
-    """Returns the cases of a level that the kernel's family supports."""
+    """Returns the cases of a level that the kernel's family supports, which may limit the queries."""
     planned = tuple(planned_cases(kernel, problem, config, level, seed))
-    return _supported(kernel, target, planned) if problem.features or splits_of(config) else planned
-
-
-def _supported(
-    kernel: Kernel, target: Target, planned: tuple[tuple[Case, int], ...]
-) -> tuple[tuple[Case, int], ...]:
-    """Returns the cases that the kernel's family supports. Families may limit, for example, the queries."""
+    if not problem.features and not splits_of(config):
+        return planned
     family, tensors = find_family(kernel.family), kernel.specialization
-    cases = tuple(
+    supported = tuple(
         pair for pair in planned if unsupported_reason(family, pair[0].problem, target, tensors) is None
     )
-    if not cases:
+    if not supported:
         raise KernelError(
             f"{kernel.family} computes no problem of the verification: verify it at another problem"
         )
-    return cases
+    return supported
 
 
 def _verdict(findings: list[Finding], figures: list[float], device: str, seed: int) -> Verdict:
@@ -221,10 +217,6 @@ def _verdict(findings: list[Finding], figures: list[float], device: str, seed: i
         if not failed and not figure <= finding.limit:
             failed = f"{finding.what} {figure:.4g} of {finding.limit:g} allowed, seed {seed}"
     return Verdict(not failed, min(worst, NOT_FINITE), len(findings), failed, device)
-
-
-def _device_name(device: torch.device) -> str:
-    return INTERPRETER if interpreting() else torch.cuda.get_device_name(device)
 
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:

@@ -138,11 +138,11 @@ def border_shapes(
     """Yields the additional shapes for borders of masks and pages, and for sinks."""
     queries = 4 if decoding else tile.queries + 1
     lengths = dict.fromkeys(_around_masks(queries, tile, problem, reduced))
-    for one, keys in lengths:
-        yield Shape(Probe.EDGE, one, keys)
+    for rows, keys in lengths:
+        yield Shape(Probe.EDGE, rows, keys)
         if not quick:
-            yield Shape(Probe.RANDOM, one, keys)
-            yield Shape(Probe.FAR_BELOW, one, keys)
+            yield Shape(Probe.RANDOM, rows, keys)
+            yield Shape(Probe.FAR_BELOW, rows, keys)
     if problem.block_mask:
         size = problem.block_mask
         yield Shape(Probe.EDGE, size + queries, 3 * size + 1)

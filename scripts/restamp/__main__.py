@@ -7,11 +7,11 @@ from pathlib import Path
 
 import click
 
-from flashtune.core.errors import FlashtuneError, UsageError, printable
-from flashtune.tuner.cli.options import database_option, json_option
+from flashtune.core.errors import FlashtuneError, printable
+from flashtune.tuner.cli.options import json_option
 from flashtune.tuner.cli.output import print_json, progress_bars, say
 from scripts.restamp.restamp import fates
-from scripts.restamp.store import restamp_database, restamp_table
+from scripts.restamp.table import restamp_table
 
 
 @click.command()
@@ -19,7 +19,8 @@ from scripts.restamp.store import restamp_database, restamp_table
     "--table",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Restamp a table in place instead of the database.",
+    required=True,
+    help="The table, which is changed in place.",
 )
 @click.option(
     "--kernels",
@@ -30,9 +31,8 @@ from scripts.restamp.store import restamp_database, restamp_table
     help="Another folder with sources of earlier kernels, besides the kernel cache. Its files are run if "
     "a record or receipt has their digest: name only folders that you trust. Repeatable.",
 )
-@database_option
 @json_option
-def main(table: Path | None, folders: tuple[Path, ...], db: str | None, as_json: bool) -> None:
+def main(table: Path, folders: tuple[Path, ...], as_json: bool) -> None:
     """Keep receipts valid after templates changed but machine code did not.
 
     A record names the digest of its kernel. This command compiles the earlier and the current source for the
@@ -41,35 +41,25 @@ def main(table: Path | None, folders: tuple[Path, ...], db: str | None, as_json:
     and keeps its receipt and time, and those of other drivers. Evidence under other Triton versions is not
     kept. Records that differ stay unchanged and count as unproven.
 
-    With --table, receipts of the table are updated in the same way, including those of siblings: the same
-    kernel with the other setting of the log-sum-exp. To update receipts of another Triton version, run the
-    command again under it. Times of other Triton versions are removed if the record gets a new digest.
+    Receipts of the table are updated in the same way, including those of siblings: the same kernel with the
+    other setting of the log-sum-exp. To update receipts of another Triton version, run the command again
+    under it. Times of other Triton versions are removed if the record gets a new digest.
     """
     try:
-        _restamp(table, folders, db, as_json)
+        with progress_bars() as progress:
+            done, receipts = restamp_table(table, folders, progress)
     except FlashtuneError as error:
         raise click.ClickException(printable(str(error))) from error
-
-
-def _restamp(table: Path | None, folders: tuple[Path, ...], db: str | None, as_json: bool) -> None:
-    if table is not None and db is not None:
-        raise UsageError("--table and --db each name what to restamp: give one of the two")
-    with progress_bars() as progress:
-        if table is not None:
-            done, receipts = restamp_table(table, folders, progress)
-        else:
-            done, receipts = restamp_database(db, folders, progress), None
     counts = fates(done)
     if as_json:
-        print_json(counts if receipts is None else {**counts, "receipts": receipts})
+        print_json({**counts, "receipts": receipts})
         return
     say(
         f"{counts['carried']} records were carried over and {counts['current']} were current; "
         f"{counts['changed']} name another kernel, {counts['no_source']} have no source here and "
         f"{counts['other_triton']} are of another Triton"
     )
-    if receipts is not None:
-        say(f"{receipts} further receipts were carried over")
+    say(f"{receipts} further receipts were carried over")
     for reason in sorted({entry.reason for entry in done if entry.reason}):
         say(f"  {printable(reason)}", indent="    ")
 

@@ -7,17 +7,17 @@ import pytest
 from benchmarks.host.first_use_cases import CASES
 from flashtune.core.kernel import Alignment
 from flashtune.core.problem import Direction
-from flashtune.core.session import SESSION
 from flashtune.core.target import find_target
 from flashtune.templates.registry import family_names
 from flashtune.tuner.candidates import contiguous_specialization
+from tests.support.runtime import forget_all
 
 
 @pytest.fixture(autouse=True)
 def _shipped_alone() -> Iterator[None]:
-    SESSION.reset()
+    forget_all()
     yield
-    SESSION.reset()
+    forget_all()
 
 
 def test_cases_have_the_specialization_of_their_tensors() -> None:

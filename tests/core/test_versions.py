@@ -23,4 +23,4 @@ def test_ptxas_without_permission_to_execute_is_reported(
     tool.write_text("")
     monkeypatch.setenv("TRITON_PTXAS_PATH", str(tool))
     with pytest.raises(MachineError, match=r"Triton's ptxas cannot be run at .*Permission denied"):
-        versions._ptxas_version.__wrapped__()
+        versions._ptxas_version()

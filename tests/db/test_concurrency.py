@@ -25,7 +25,7 @@ def start(path: Path, first: int, count: int) -> subprocess.Popen[str]:
 def stored(path: Path) -> set[int]:
     """The times of all records."""
     with open_store(str(path)) as store:
-        return {int(found.record.ms or 0) for found in store.records()}
+        return {int(entry.record.ms or 0) for entry in store.records()}
 
 
 def is_sound(path: Path) -> bool:

@@ -39,11 +39,11 @@ def make_native(native: Family, make_record: MakeRecord, make_problem: MakeProbl
 
 def serving(store: Store) -> tuple[list[Record], list[Record]]:
     """The selections and fallbacks, read by the store; the reader must agree."""
-    found = [row.record for row in store.selections()], [row.record for row in store.fallbacks()]
+    served = [row.record for row in store.selections()], [row.record for row in store.fallbacks()]
     reader = open_reader(store.url)
     assert reader is not None
-    assert (list(reader.selections(TARGET)), list(reader.fallbacks(TARGET))) == found
-    return found
+    assert (list(reader.selections(TARGET)), list(reader.fallbacks(TARGET))) == served
+    return served
 
 
 def test_families_differ_in_the_tensors_they_can_address(
@@ -145,10 +145,10 @@ def test_table_with_two_selections_or_two_fallbacks_is_refused(
 
 def test_order_of_records_does_not_change_the_hash(make_record: MakeRecord, make_native: MakeRecord) -> None:
     both = make_native(), make_record()
-    one, other = (TunedTable(target=TARGET, records=records) for records in (both, both[::-1]))
-    assert table_hash(one) == table_hash(other)
-    assert dump_table(one) == dump_table(other)
-    assert table_hash(one) != table_hash(TunedTable(target=TARGET, records=both[:1]))
+    first, other = (TunedTable(target=TARGET, records=records) for records in (both, both[::-1]))
+    assert table_hash(first) == table_hash(other)
+    assert dump_table(first) == dump_table(other)
+    assert table_hash(first) != table_hash(TunedTable(target=TARGET, records=both[:1]))
 
 
 def test_forgetting_a_fallback_selects_the_next_best_fallback(

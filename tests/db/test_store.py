@@ -22,11 +22,11 @@ MakeProblem = Callable[..., Problem]
 def test_added_records_can_be_read(store: Store, make_record: MakeRecord) -> None:
     first, second = make_record(ms=1.0), make_record(ms=2.0, outcome=Outcome.TIMEOUT, measurement=None)
     ids = [store.add(first), store.add(second)]
-    found = store.records()
-    assert [stored.id for stored in found] == ids
-    assert [stored.record for stored in found] == [first, second]
-    assert found[0].created_at <= found[1].created_at
-    assert found[0].created_at.endswith("+00:00")
+    entries = store.records()
+    assert [stored.id for stored in entries] == ids
+    assert [stored.record for stored in entries] == [first, second]
+    assert entries[0].created_at <= entries[1].created_at
+    assert entries[0].created_at.endswith("+00:00")
 
 
 def test_equal_record_is_stored_once(store: Store, make_record: MakeRecord) -> None:

@@ -10,7 +10,6 @@ import pytest
 from flashtune.core.errors import TableError
 from flashtune.core.mask_sharing import MaskSharing
 from flashtune.core.record import Measurement, PeerTime, Record, SharedTime, Verdict, Versions
-from flashtune.core.session import SESSION
 from flashtune.db import table as module
 from flashtune.db.codec import Check
 from flashtune.db.evidence import under
@@ -18,8 +17,9 @@ from flashtune.db.store import open_store
 from flashtune.db.table import Timing, TunedTable, dump_table, parse_table, table_hash
 from flashtune.dispatch import tables
 from flashtune.dispatch.versions import current_versions, is_proven
-from flashtune.runtime import self_check
+from flashtune.runtime.self_check import SelfChecks
 from flashtune.tuner.tables.table_receipts import with_receipts
+from tests.support.runtime import forget_all
 
 TARGET = "nvidia-h200"
 FAMILY = "forward_q_outer"
@@ -102,9 +102,9 @@ def test_time_without_a_record_is_refused(record: Record) -> None:
 
 def test_record_takes_the_receipt_and_time_of_the_given_versions(table: TunedTable, record: Record) -> None:
     here = newer(record.versions)
-    (known,) = under(table, lambda family: here)
-    assert (known.versions, known.verdict, known.measurement) == (here, PASSED, MEASURED)
-    assert is_proven(known, here)
+    (updated,) = under(table, lambda family: here)
+    assert (updated.versions, updated.verdict, updated.measurement) == (here, PASSED, MEASURED)
+    assert is_proven(updated, here)
     assert not is_proven(record, here)
 
 
@@ -121,8 +121,10 @@ def test_time_without_baselines_keeps_those_of_the_record(table: TunedTable, rec
     timed = msgspec.structs.replace(
         record, measurement=msgspec.structs.replace(record.measurement, peers=peers)
     )
-    (known,) = under(msgspec.structs.replace(table, records=(timed,)), lambda family: newer(record.versions))
-    assert known.measurement == msgspec.structs.replace(MEASURED, peers=peers)
+    (updated,) = under(
+        msgspec.structs.replace(table, records=(timed,)), lambda family: newer(record.versions)
+    )
+    assert updated.measurement == msgspec.structs.replace(MEASURED, peers=peers)
 
 
 def test_shared_mask_times_replace_those_of_the_record(table: TunedTable, record: Record) -> None:
@@ -130,10 +132,12 @@ def test_shared_mask_times_replace_those_of_the_record(table: TunedTable, record
     shared = (SharedTime(MaskSharing.HEADS, 0.4, peers),)
     earlier = Measurement(0.5, 0.4, 0.6, 50, shared=shared)
     timed = msgspec.structs.replace(record, measurement=earlier)
-    (known,) = under(msgspec.structs.replace(table, records=(timed,)), lambda family: newer(record.versions))
+    (updated,) = under(
+        msgspec.structs.replace(table, records=(timed,)), lambda family: newer(record.versions)
+    )
     # The kernel takes half of its earlier time, and the peers' times are kept.
     kept = (SharedTime(MaskSharing.HEADS, 0.2, peers),)
-    assert known.measurement == msgspec.structs.replace(MEASURED, shared=kept)
+    assert updated.measurement == msgspec.structs.replace(MEASURED, shared=kept)
 
 
 def test_record_without_evidence_of_the_versions_is_not_changed(table: TunedTable, record: Record) -> None:
@@ -149,9 +153,9 @@ def shipped(monkeypatch: pytest.MonkeyPatch, record: Record) -> Iterator[TunedTa
     times = (timing_of(record, current_versions(FAMILY)),)
     table = TunedTable(target=TARGET, records=(record,), receipts=receipts, times=times)
     monkeypatch.setattr(module, "shipped_table", lambda target: table if target == TARGET else None)
-    SESSION.reset()
+    forget_all()
     yield table
-    SESSION.reset()
+    forget_all()
 
 
 def test_shipped_receipt_verifies_a_record_under_newer_versions(shipped: TunedTable) -> None:
@@ -161,11 +165,12 @@ def test_shipped_receipt_verifies_a_record_under_newer_versions(shipped: TunedTa
 
 
 def test_a_sibling_with_a_shipped_receipt_needs_no_self_check(
-    shipped: TunedTable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shipped: TunedTable,
 ) -> None:
-    assert ("e" * 32, current_versions(FAMILY).makers) in self_check._shipped_receipts(TARGET)
-    assert ("d" * 32, current_versions(FAMILY).makers) not in self_check._shipped_receipts(TARGET)
-    assert not self_check._shipped_receipts("nvidia-h100")
+    checks = SelfChecks()
+    assert ("e" * 32, current_versions(FAMILY).makers) in checks._shipped_receipts(TARGET)
+    assert ("d" * 32, current_versions(FAMILY).makers) not in checks._shipped_receipts(TARGET)
+    assert not checks._shipped_receipts("nvidia-h100")
 
 
 def test_import_of_a_table_stores_its_receipts_as_self_checks(table: TunedTable, tmp_path: Path) -> None:

@@ -19,8 +19,8 @@ def test_tokens_match_the_reference_loop(pages: int, scarce: bool) -> None:
     program = [sys.executable, "-m", "examples.serving", "--pages", str(pages), "--requests", "5"]
     said = subprocess.run(program, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert said.returncode == 0, said.stdout + said.stderr
-    found = re.search(r"^0 of (\d+) tokens differ", said.stdout, re.MULTILINE)
-    assert found is not None
-    assert int(found.group(1)) >= 10
+    match = re.search(r"^0 of (\d+) tokens differ", said.stdout, re.MULTILINE)
+    assert match is not None
+    assert int(match.group(1)) >= 10
     assert (f"at most {pages} of {pages} pages" in said.stdout) == scarce, said.stdout
     assert ("; 0 requests began anew" not in said.stdout) == scarce, said.stdout

@@ -29,14 +29,16 @@ def test_losses_of_both_runs_agree(tmp_path: Path) -> None:
     program = [sys.executable, "-m", "examples.training", "--tiny", "--save", str(saved), "--plot", str(plot)]
     said = subprocess.run(program, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert said.returncode == 0, said.stdout + said.stderr
-    found = json.loads(saved.read_bytes())
-    losses = {one["name"]: one["losses"] for one in found["runs"]}
+    document = json.loads(saved.read_bytes())
+    losses = {entry["name"]: entry["losses"] for entry in document["runs"]}
     assert list(losses) == ["torch SDPA", "flashtune", "another SDPA"]
     assert losses["flashtune"] == pytest.approx(losses["torch SDPA"], abs=1e-4)
-    assert losses["flashtune"][0] == pytest.approx(math.log(found["setting"]["shape"]["vocabulary"]), abs=0.2)
+    assert losses["flashtune"][0] == pytest.approx(
+        math.log(document["setting"]["shape"]["vocabulary"]), abs=0.2
+    )
     assert sum(losses["flashtune"][3:]) < sum(losses["flashtune"][:3]) - 0.3
-    assert found["difference"] <= found["tolerance"] == 1e-4
-    assert f"differ by {found['difference']:.3g} at most" in said.stdout
+    assert document["difference"] <= document["tolerance"] == 1e-4
+    assert f"differ by {document['difference']:.3g} at most" in said.stdout
     assert "losses differ by" in plot.read_text(encoding="utf-8")
 
 
@@ -48,18 +50,18 @@ def test_sequences_are_drawn_from_a_few_languages() -> None:
     pairs = torch.zeros(64, 64).index_put_(
         (tokens[:, :-1].flatten(), tokens[:, 1:].flatten()), torch.ones(()), accumulate=True
     )
-    usual = pairs.topk(LANGUAGES).values.sum() / pairs.sum()
-    assert 1 - NOISE < usual < 1 - NOISE + 0.05
+    share = pairs.topk(LANGUAGES).values.sum() / pairs.sum()
+    assert 1 - NOISE < share < 1 - NOISE + 0.05
     assert 0 < floor(64) < math.log(LANGUAGES)
 
 
 def test_loss_tolerance() -> None:
-    one, other = run(4.0, 3.0, 2.0), run(4.0, 3.25, 1.9)
-    assert difference(one, other) == pytest.approx(0.25)
-    assert math.isnan(difference(one, run(4.0, math.nan, 2.0)))
-    assert tolerance(one, 0.2, in_bf16=True) == pytest.approx(0.6)
-    assert tolerance(one, 0.0, in_bf16=True) == 4.0 / 256
-    assert tolerance(one, 0.0, in_bf16=False) == 1e-4
+    first, other = run(4.0, 3.0, 2.0), run(4.0, 3.25, 1.9)
+    assert difference(first, other) == pytest.approx(0.25)
+    assert math.isnan(difference(first, run(4.0, math.nan, 2.0)))
+    assert tolerance(first, 0.2, in_bf16=True) == pytest.approx(0.6)
+    assert tolerance(first, 0.0, in_bf16=True) == 4.0 / 256
+    assert tolerance(first, 0.0, in_bf16=False) == 1e-4
 
 
 def test_median_excludes_first_steps() -> None:

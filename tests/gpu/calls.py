@@ -7,16 +7,16 @@ from torch import Tensor
 
 import flashtune
 from flashtune import testing
-from flashtune.core.session import SESSION
 from flashtune.request.call import CausalOption, dense_call
 from flashtune.request.read_call import read_call
+from tests.support.runtime import forget_all
 
 Triple = tuple[Tensor, Tensor, Tensor]
 
 
 def forget() -> None:
     """Clears all caches of the process: executors, warnings and the database."""
-    SESSION.reset()
+    forget_all()
 
 
 def tensors(

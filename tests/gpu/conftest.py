@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from flashtune.dispatch import decision
+from flashtune.dispatch import platform
 from flashtune.dispatch.tables import Tables, tuned_records
 from tests.gpu.calls import forget
 
@@ -13,7 +13,7 @@ from tests.gpu.calls import forget
 def untuned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nothing is tuned, whatever ships for this GPU, and nothing is remembered."""
     forget()
-    monkeypatch.setattr(decision, "tuned_records", lambda _: Tables({}, {}))
+    monkeypatch.setattr(platform, "tuned_records", lambda _: Tables({}, {}))
     yield
     forget()
 
@@ -21,4 +21,4 @@ def untuned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def own_tables(untuned: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The user's database is read after all."""
-    monkeypatch.setattr(decision, "tuned_records", tuned_records)
+    monkeypatch.setattr(platform, "tuned_records", tuned_records)

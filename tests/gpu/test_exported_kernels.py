@@ -6,14 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from flashtune import testing
 from flashtune.core.kernel import Specialization
-from flashtune.core.record import Outcome, Provenance, Record
 from flashtune.core.target import device_target
-from flashtune.dispatch.versions import current_versions
 from flashtune.templates.registry import find_family
-from flashtune.tuner.tables.kernel_choice import change_config
 from flashtune.tuner.tables.table_files import kernel_files
-from flashtune.tuner.workloads.shapes import parse_shape
+from tests.support.records import make_record
 
 pytestmark = pytest.mark.gpu
 
@@ -36,24 +34,15 @@ def test_an_exported_file_computes_attention(
     target = device_target(0)
     if change and not target.has_descriptors:
         pytest.skip("this GPU takes no tensor descriptors")
-    (problem,) = parse_shape(
-        f"heads=8,kv_heads={kv_heads},seqlen=1000,head_dim=128,dtype=bf16,batch=2"
-        f"{',causal' if is_causal else ''}"
-    )
+    shape = f"heads=8,kv_heads={kv_heads},seqlen=1000,head_dim=128,dtype=bf16,batch=2"
+    problem = testing.problem(f"{shape},causal" if is_causal else shape)
     family = find_family(family_name)
     reason = family.supports(problem, target)
     if reason:
         pytest.skip(reason)
-    record = Record(
-        problem=problem,
-        target=target.name,
-        family=family_name,
-        config=change_config(family.default(problem, target), change),
-        specialization=Specialization(lse=True),
-        kernel=None,
-        outcome=Outcome.OK,
-        provenance=Provenance.PREDICTED,
-        versions=current_versions(family_name),
+    specialization = Specialization(lse=True)
+    record = make_record(
+        problem, family=family_name, config=change, target=target.name, specialization=specialization
     )
     (file,) = kernel_files((record,))
     path = tmp_path / file.name

@@ -197,8 +197,8 @@ def test_threads_on_their_own_streams(dtype: torch.dtype) -> None:
                 together.wait()
                 for turn in range(200):
                     # Addresses that another thread has just given back are met as well.
-                    fresh = [tensor.clone() for tensor in inputs[number]]
-                    if not torch.equal(generated(*fresh), expected[number]):
+                    q, k, v = (tensor.clone() for tensor in inputs[number])
+                    if not torch.equal(generated(q, k, v), expected[number]):
                         wrong.append(f"thread {number}, turn {turn}")
         except Exception as error:  # noqa: BLE001 - told below: pytest does not see into threads
             wrong.append(f"thread {number}: {error}")

@@ -40,8 +40,8 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=generator)
 
 
-def close(one: Tensor, other: Tensor, bound: float = EXACT) -> bool:
-    return one.shape == other.shape and torch.allclose(one, other, rtol=0, atol=bound, equal_nan=False)
+def close(tensor: Tensor, other: Tensor, bound: float = EXACT) -> bool:
+    return tensor.shape == other.shape and torch.allclose(tensor, other, rtol=0, atol=bound, equal_nan=False)
 
 
 def with_infinity(lse: Tensor) -> Tensor:
@@ -58,18 +58,18 @@ def test_dense_calls_and_gradients_equal_the_reference(
     options: dict[str, Any], rule: Rule, queries: int, keys: int
 ) -> None:
     inputs = [numbers(2, queries, 4, 8), numbers(2, keys, 2, 8), numbers(2, keys, 2, 8, seed=1)]
-    own = [one.clone().requires_grad_() for one in inputs]
+    own = [tensor.clone().requires_grad_() for tensor in inputs]
     out, lse, pattern = flash_attn_func(*own, **options, return_attn_probs=True)
-    theirs = [one.clone().requires_grad_() for one in inputs]
+    theirs = [tensor.clone().requires_grad_() for tensor in inputs]
     expected, expected_lse = batch_of(*theirs, rule)
     dout = numbers(*expected.shape, seed=2)
     assert close(out, expected)
     assert close(lse, with_infinity(expected_lse).detach())
     assert not lse.requires_grad
     assert pattern.numel() == 0
-    found = torch.autograd.grad(out, own, dout)
+    gradients = torch.autograd.grad(out, own, dout)
     wanted = torch.autograd.grad(expected, theirs, dout)
-    assert all(close(one, other) for one, other in zip(found, wanted, strict=True))
+    assert all(close(gradient, other) for gradient, other in zip(gradients, wanted, strict=True))
     assert close(flash_attn_func(*inputs, **options), expected)
 
 
@@ -96,7 +96,7 @@ def test_a_right_bound_of_all_keys_is_no_bound_as_in_flash_attn() -> None:
 
 def test_packed_tensors_equal_separate_ones_with_gradients() -> None:
     qkv = numbers(2, 5, 3, 2, 8).requires_grad_()
-    q, k, v = (one.detach().clone().requires_grad_() for one in qkv.unbind(2))
+    q, k, v = (part.detach().clone().requires_grad_() for part in qkv.unbind(2))
     expected = flash_attn_func(q, k, v, causal=True)
     dout = numbers(*expected.shape)
     wanted = torch.stack(torch.autograd.grad(expected, (q, k, v), dout), 2)
@@ -117,9 +117,9 @@ def test_packed_sequences_and_gradients_equal_the_reference(options: dict[str, A
         numbers(sum(LENGTHS_K), 2, 8, seed=1),
     ]
     lengths = starts(LENGTHS_Q), starts(LENGTHS_K), 5, 4
-    own = [one.clone().requires_grad_() for one in inputs]
+    own = [tensor.clone().requires_grad_() for tensor in inputs]
     out, lse, _ = flash_attn_varlen_func(*own, *lengths, **options, return_attn_probs=True)
-    theirs = [one.clone().requires_grad_() for one in inputs]
+    theirs = [tensor.clone().requires_grad_() for tensor in inputs]
     parts = [
         one_sequence(q, k, v, rule)
         for q, k, v in zip(
@@ -130,9 +130,9 @@ def test_packed_sequences_and_gradients_equal_the_reference(options: dict[str, A
     assert close(out, expected)
     assert close(lse, with_infinity(expected_lse).detach())
     dout = numbers(*expected.shape, seed=2)
-    found = torch.autograd.grad(out, own, dout)
+    gradients = torch.autograd.grad(out, own, dout)
     wanted = torch.autograd.grad(expected, theirs, dout)
-    assert all(close(one, other) for one, other in zip(found, wanted, strict=True))
+    assert all(close(gradient, other) for gradient, other in zip(gradients, wanted, strict=True))
 
 
 def test_packed_sequences_in_one_tensor_equal_separate_ones() -> None:
@@ -181,7 +181,7 @@ def test_the_dropout_pattern_is_that_of_the_output(is_packed: bool, options: dic
         lengths = starts(lengths_q), starts(lengths_k), 5, 6
         out, _, pattern = flash_attn_varlen_func(q, k, v, *lengths, 0.375, **options, return_attn_probs=True)
     else:
-        dense = [one.view(2, -1, *one.shape[1:]) for one in (q, k, v)]
+        dense = [tensor.view(2, -1, *tensor.shape[1:]) for tensor in (q, k, v)]
         out, _, pattern = flash_attn_func(*dense, 0.375, **options, return_attn_probs=True)
         out = out.flatten(0, 1)
     assert pattern.shape == (2, 4, 128, 128)

@@ -37,16 +37,16 @@ def int32(values: tuple[int, ...] | list[int]) -> Tensor:
 @pytest.mark.parametrize("width", [16, 300])
 def test_version_3_has_chunks_and_wide_values(options: dict[str, Any], rule: Rule, width: int) -> None:
     own = [numbers(2, 4, 4, 8), numbers(2, 6, 2, 8), numbers(2, 6, 2, width)]
-    theirs = [one.clone().requires_grad_() for one in own]
-    own = [one.requires_grad_() for one in own]
-    found = version_3.flash_attn_func(*own, **options, return_attn_probs=True)
+    theirs = [tensor.clone().requires_grad_() for tensor in own]
+    own = [tensor.requires_grad_() for tensor in own]
+    results = version_3.flash_attn_func(*own, **options, return_attn_probs=True)
     expected, lse = batch_of(*theirs, rule)
-    assert close(found[0], expected)
-    assert close(found[1], lse.detach())
+    assert close(results[0], expected)
+    assert close(results[1], lse.detach())
     dout = numbers(*expected.shape)
-    gradients = torch.autograd.grad(found[0], own, dout)
+    gradients = torch.autograd.grad(results[0], own, dout)
     wanted = torch.autograd.grad(expected, theirs, dout)
-    assert all(close(one, other) for one, other in zip(gradients, wanted, strict=True))
+    assert all(close(gradient, other) for gradient, other in zip(gradients, wanted, strict=True))
 
 
 def test_queries_and_values_in_one_tensor_of_version_3() -> None:
@@ -114,7 +114,7 @@ def test_sequences_of_which_a_part_counts(
         out, lse = version_3.flash_attn_varlen_func(
             q, k, v, **lengths, window_size=size, return_attn_probs=True
         )
-    theirs = [one.detach().clone().requires_grad_() for one in inputs]
+    theirs = [tensor.detach().clone().requires_grad_() for tensor in inputs]
     outs, sums = [], []
     parts = zip(theirs[0].split(room_q), theirs[1].split(room_k), theirs[2].split(room_k), strict=True)
     for b, (own_q, own_k, own_v) in enumerate(parts):
@@ -131,17 +131,17 @@ def test_sequences_of_which_a_part_counts(
     assert lse is not None
     assert close(lse[counting], expected_lse[counting])
     dout = numbers(*out.shape, seed=3)
-    found = torch.autograd.grad(out, inputs, dout)
+    gradients = torch.autograd.grad(out, inputs, dout)
     wanted = torch.autograd.grad(expected, theirs, dout)
-    assert all(close(one, other) for one, other in zip(found, wanted, strict=True))
+    assert all(close(gradient, other) for gradient, other in zip(gradients, wanted, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_version_4_has_sinks_of_any_type_and_gradients_of_the_log_sum_exp(dtype: torch.dtype) -> None:
     sinks = numbers(4).to(dtype)
     q, k = numbers(2, 3, 4, 8), numbers(2, 5, 2, 8)
-    own = [one.clone().requires_grad_() for one in (q, k, k, sinks)]
-    theirs = [one.clone().requires_grad_() for one in (q, k, k, sinks)]
+    own = [tensor.clone().requires_grad_() for tensor in (q, k, k, sinks)]
+    theirs = [tensor.clone().requires_grad_() for tensor in (q, k, k, sinks)]
     out, lse = version_4.flash_attn_func(
         *own[:3], learnable_sink=own[3], window_size=(1, 0), softcap=2.0, return_lse=True
     )
@@ -150,12 +150,14 @@ def test_version_4_has_sinks_of_any_type_and_gradients_of_the_log_sum_exp(dtype:
     assert lse is not None
     assert close(lse, expected_lse)
     weights = numbers(*out.shape), numbers(*lse.shape)
-    found = torch.autograd.grad((out, lse), own, weights)
+    gradients = torch.autograd.grad((out, lse), own, weights)
     wanted = torch.autograd.grad((expected, expected_lse), theirs, weights)
-    assert found[3].dtype is dtype
+    assert gradients[3].dtype is dtype
     rounding = torch.finfo(dtype).eps
-    assert all(close(one, other, 1e-6) for one, other in zip(found[:3], wanted[:3], strict=True))
-    assert torch.allclose(found[3], wanted[3], rtol=rounding, atol=rounding)
+    assert all(
+        close(gradient, other, 1e-6) for gradient, other in zip(gradients[:3], wanted[:3], strict=True)
+    )
+    assert torch.allclose(gradients[3], wanted[3], rtol=rounding, atol=rounding)
 
 
 def test_version_4_returns_a_log_sum_exp_only_if_something_needs_it() -> None:
@@ -207,8 +209,8 @@ def test_products_of_queries_and_values_are_added_to_scores(causal: bool, width:
         *own[:3], starts(lengths_q), starts(lengths_k), 2, 4, causal=causal, qv=own[3]
     )
     splits = [
-        one.split(lengths)
-        for one, lengths in zip(own, (lengths_q, lengths_k, lengths_k, lengths_q), strict=True)
+        tensor.split(lengths)
+        for tensor, lengths in zip(own, (lengths_q, lengths_k, lengths_k, lengths_q), strict=True)
     ]
     assert close(
         packed, torch.cat([rows_with_values(a, b, c, d, rule) for a, b, c, d in zip(*splits, strict=True)])
@@ -246,16 +248,16 @@ def test_parts_are_combined_also_where_they_have_no_keys() -> None:
     lse[:, 1, 0] = -torch.inf
     weights = torch.softmax(lse.double(), 0).nan_to_num(0.0)
     expected = (weights[..., None] * out.double().nan_to_num(0.0)).sum(0)
-    found, found_lse = version_3.flash_attn_combine(out, lse)
-    assert torch.allclose(found.double(), expected, atol=1e-6)
-    assert torch.equal(found_lse, torch.logsumexp(lse, 0))
-    given = torch.empty_like(found)
-    result = version_4.flash_attn_combine(out, lse, out=given, return_lse=False)
-    assert result[0] is given
-    own_lse = torch.empty_like(found_lse)
-    version_4._flash_attn_fwd_combine(out, lse, given.zero_(), own_lse)
-    assert torch.equal(given, found)
-    assert torch.equal(own_lse, found_lse)
+    combined, combined_lse = version_3.flash_attn_combine(out, lse)
+    assert torch.allclose(combined.double(), expected, atol=1e-6)
+    assert torch.equal(combined_lse, torch.logsumexp(lse, 0))
+    buffer = torch.empty_like(combined)
+    result = version_4.flash_attn_combine(out, lse, out=buffer, return_lse=False)
+    assert result[0] is buffer
+    own_lse = torch.empty_like(combined_lse)
+    version_4._flash_attn_fwd_combine(out, lse, buffer.zero_(), own_lse)
+    assert torch.equal(buffer, combined)
+    assert torch.equal(own_lse, combined_lse)
     assert result[1] is None
     assert version_3.flash_attn_combine(out, lse, out_dtype=torch.bfloat16)[0].dtype is torch.bfloat16
 
@@ -283,10 +285,10 @@ def test_arguments_without_kernels_are_named(call: Callable[[Tensor], object], n
 
 def test_scheduler_metadata_is_empty_and_accepted() -> None:
     lengths = int32([3])
-    found = version_3.get_scheduler_metadata(1, 1, 8, 2, 2, 8, lengths)
+    metadata = version_3.get_scheduler_metadata(1, 1, 8, 2, 2, 8, lengths)
     cache = numbers(1, 8, 2, 8)
     out = version_3.flash_attn_with_kvcache(
-        numbers(1, 1, 2, 8), cache, cache, cache_seqlens=lengths, scheduler_metadata=found
+        numbers(1, 1, 2, 8), cache, cache, cache_seqlens=lengths, scheduler_metadata=metadata
     )
     assert out.shape == (1, 1, 2, 8)
     assert version_4.get_scheduler_metadata(1, 1, 2, 2, 8, 1).tile_count_semaphore is None

@@ -55,14 +55,14 @@ def expected_results(
         if angles is not None:
             cos, sin, interleaved, first = angles
             turned = [
-                rotated_by_pairs(one, cos, sin, first[b] + i, interleaved) for i, one in enumerate(own_k)
+                rotated_by_pairs(row, cos, sin, first[b] + i, interleaved) for i, row in enumerate(own_k)
             ]
             own_k = torch.stack(turned) if turned else own_k
             is_positional = rule.causal or rule.left is not None or rule.right is not None
             own_q = torch.stack(
                 [
-                    rotated_by_pairs(one, cos, sin, first[b] + (i if is_positional else 0), interleaved)
-                    for i, one in enumerate(own_q)
+                    rotated_by_pairs(row, cos, sin, first[b] + (i if is_positional else 0), interleaved)
+                    for i, row in enumerate(own_q)
                 ]
             )
         k, v = stored.tokens(stored.k, b).clone(), stored.tokens(stored.v, b).clone()
@@ -197,7 +197,7 @@ def test_a_cache_without_lengths_is_full_and_may_have_more_sequences() -> None:
 
 def test_new_tokens_are_written_through_the_strides_of_a_view() -> None:
     whole = torch.zeros(2, KV_HEADS, 8, 2, WIDTH, dtype=torch.float64)
-    k_cache, v_cache = (one.transpose(1, 2) for one in whole.unbind(3))
+    k_cache, v_cache = (part.transpose(1, 2) for part in whole.unbind(3))
     k, v = numbers(2, 1, KV_HEADS, WIDTH), numbers(2, 1, KV_HEADS, WIDTH, seed=1)
     lengths = torch.tensor([2, 7], dtype=torch.int32)
     flash_attn_with_kvcache(numbers(2, 1, HEADS, WIDTH), k_cache, v_cache, k, v, cache_seqlens=lengths)
@@ -253,9 +253,9 @@ def test_incomplete_arguments_raise_one_sentence() -> None:
 def test_kernels_read_pages_of_any_size(size: int, pages: int | None) -> None:
     k = torch.zeros(3, size, 1, 8)
     cache = Cache(k, k, torch.zeros(2, 3, dtype=torch.int32))
-    found = kernel_pages(cache)
-    assert (None if found is None else found.page_size) == pages
-    assert found is None or found.capacity == cache.capacity
+    pool = kernel_pages(cache)
+    assert (None if pool is None else pool.page_size) == pages
+    assert pool is None or pool.capacity == cache.capacity
 
 
 @pytest.mark.parametrize("length", [32, 28, -3])
@@ -263,12 +263,12 @@ def test_new_tokens_that_do_not_fit_are_refused_where_values_are_checked(length:
     memory = torch.full((2, 40, KV_HEADS, WIDTH), 7.0)
     k, v, new = memory[:, :32], torch.zeros(2, 32, KV_HEADS, WIDTH), numbers(2, 8, KV_HEADS, WIDTH)
     lengths = torch.tensor([3, length], dtype=torch.int32)
-    for given in (lengths, length):
+    for counts in (lengths, length):
         with pytest.raises(
             ProblemError, match=f"is {length}, with 8 new tokens, and the cache has room for 32"
         ):
             flash_attn_with_kvcache(
-                numbers(2, 8, HEADS, WIDTH), k, v, new, new, cache_seqlens=given, causal=True
+                numbers(2, 8, HEADS, WIDTH), k, v, new, new, cache_seqlens=counts, causal=True
             )
     more = numbers(2, 40, KV_HEADS, WIDTH)
     with pytest.raises(ProblemError, match="k has 40 new tokens"):

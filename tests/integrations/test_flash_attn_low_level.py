@@ -37,7 +37,7 @@ def inputs(queries: int = 5, keys: int = 6) -> tuple[Tensor, Tensor, Tensor, Ten
 
 
 def gradients_of(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, **options: Any) -> tuple[Tensor, ...]:
-    own = [one.clone().requires_grad_() for one in (q, k, v)]
+    own = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
     return torch.autograd.grad(flash_attn_func(*own, **options), own, dout)
 
 
@@ -81,11 +81,11 @@ def test_rows_without_keys_have_infinity_and_no_gradient() -> None:
     out, lse, _, _ = low_level._flash_attn_forward(q, k, v, 0.0, SCALE, True, -1, -1, 0.0, None, False)
     assert torch.isposinf(lse[:, :, :3]).all()
     assert not out[:, :3].any()
-    found = low_level.Extension.bwd(
+    gradients = low_level.Extension.bwd(
         dout, q, k, v, out, lse, None, None, None, None, 0.0, SCALE, True, -1, -1, 0.0, False
     )
     wanted = gradients_of(q, k, v, dout, causal=True)
-    assert all(close(one, other) for one, other in zip(found[:3], wanted, strict=True))
+    assert all(close(gradient, other) for gradient, other in zip(gradients[:3], wanted, strict=True))
 
 
 @pytest.mark.parametrize("has_pattern", [False, True])
@@ -97,16 +97,16 @@ def test_the_state_of_random_numbers_repeats_the_forward_pass(has_pattern: bool)
     )
     assert pattern.numel() == (2 * 4 * 128 * 128 if has_pattern else 0)
     torch.manual_seed(3)
-    own = [one.clone().requires_grad_() for one in (q, k, v)]
+    own = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
     again = flash_attn_func(*own, 0.5)
     assert isinstance(again, Tensor)
     assert torch.equal(out, again)
-    buffers = [torch.empty_like(one) for one in (q, k, v)]
+    buffers = [torch.empty_like(tensor) for tensor in (q, k, v)]
     low_level._flash_attn_backward(
         dout, q, k, v, out, lse, *buffers, 0.5, SCALE, False, -1, -1, 0.0, None, False, rng_state=state
     )
     wanted = torch.autograd.grad(again, own, dout)
-    assert all(close(one, other, 1e-6) for one, other in zip(buffers, wanted, strict=True))
+    assert all(close(gradient, other, 1e-6) for gradient, other in zip(buffers, wanted, strict=True))
     with pytest.raises(NotImplementedError, match="rng_state is None"):
         low_level._flash_attn_backward(
             dout, q, k, v, out, lse, *buffers, 0.5, SCALE, False, -1, -1, 0.0, None, False
@@ -118,17 +118,17 @@ def test_packed_sequences_forward_and_backward() -> None:
     q, k, dout = numbers(5, 4, 8), numbers(5, 2, 8), numbers(5, 4, 8, seed=2)
     lengths = cu_q, cu_k, 3, 4
     out, lse, _, state = low_level._flash_attn_varlen_forward(q, k, k, *lengths, 0.0, SCALE, True)
-    own = [one.clone().requires_grad_() for one in (q, k, k)]
+    own = [tensor.clone().requires_grad_() for tensor in (q, k, k)]
     expected, expected_lse, _ = flash_attn_varlen_func(*own, *lengths, causal=True, return_attn_probs=True)
     assert torch.equal(out, expected)
     assert torch.equal(lse, expected_lse)
     assert not state.any()
-    buffers = [torch.empty_like(one) for one in (q, k, k)]
+    buffers = [torch.empty_like(tensor) for tensor in (q, k, k)]
     low_level._flash_attn_varlen_backward(
         dout, q, k, k, out, lse, *buffers, *lengths, 0.0, SCALE, True, -1, -1, 0.0, None, True
     )
     wanted = torch.autograd.grad(expected, own, dout)
-    assert all(close(one, other) for one, other in zip(buffers, wanted, strict=True))
+    assert all(close(gradient, other) for gradient, other in zip(buffers, wanted, strict=True))
     results = low_level.Extension.varlen_bwd(
         dout,
         q,
@@ -153,7 +153,7 @@ def test_packed_sequences_forward_and_backward() -> None:
         0.0,
         True,
     )
-    assert all(torch.equal(one, other) for one, other in zip(results, buffers, strict=False))
+    assert all(torch.equal(result, other) for result, other in zip(results, buffers, strict=False))
 
 
 def test_skipped_and_unused_keys_of_packed_sequences() -> None:
@@ -208,9 +208,9 @@ def test_the_functions_of_the_extension_write_to_given_tensors_and_take_no_gener
 
 
 def test_blocks_of_keys_are_those_of_flash_attn() -> None:
-    found = [low_level._get_block_size_n("cpu", width, is_dropout, False) for width in (32, 64, 96, 128, 256)
+    sizes = [low_level._get_block_size_n("cpu", width, is_dropout, False) for width in (32, 64, 96, 128, 256)
              for is_dropout in (False, True)]  # fmt: skip
-    assert found == [128, 128, 128, 64, 64, 64, 64, 32, 64, 64]
+    assert sizes == [128, 128, 128, 64, 64, 64, 64, 32, 64, 64]
 
 
 @pytest.mark.parametrize("has_used", [False, True])
@@ -220,19 +220,19 @@ def test_passes_of_version_3(has_used: bool) -> None:
     if has_used:
         used = {"seqused_q": torch.tensor([3, 5]).int(), "seqused_k": torch.tensor([6, 2]).int()}
     out, lse, *_ = version_3._flash_attn_forward(q, k, v, causal=True, **used)
-    own = [one.clone().requires_grad_() for one in (q, k, v)]
+    own = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
     expected, expected_lse = version_3.flash_attn_varlen_func(
         *own, None, None, 5, 6, causal=True, return_attn_probs=True, **used
     )
     assert close(out, expected)
     assert torch.equal(lse, expected_lse)
-    buffers = [torch.empty_like(one) for one in (q, k, v)]
+    buffers = [torch.empty_like(tensor) for tensor in (q, k, v)]
     lengths = used.get("seqused_q"), used.get("seqused_k")
     version_3._flash_attn_backward(
         dout, q, k, v, out, lse, None, None, *lengths, 5, 6, *buffers, is_causal=True
     )
     wanted = torch.autograd.grad(expected, own, dout)
-    assert all(close(one, other) for one, other in zip(buffers, wanted, strict=True))
+    assert all(close(gradient, other) for gradient, other in zip(buffers, wanted, strict=True))
 
 
 def test_the_forward_pass_of_version_3_appends_to_a_cache() -> None:
@@ -242,8 +242,8 @@ def test_the_forward_pass_of_version_3_appends_to_a_cache() -> None:
     out = torch.empty_like(q)
     own, values = cache.clone(), cache.clone()
     lengths = torch.tensor([3, 3], dtype=torch.int32)
-    found = version_3._flash_attn_forward(q, own, values, k, k, out_=out, seqused_k=lengths)
-    assert found[0] is out
+    results = version_3._flash_attn_forward(q, own, values, k, k, out_=out, seqused_k=lengths)
+    assert results[0] is out
     assert torch.equal(out, expected)
     assert torch.equal(own[:, 3], k[:, 0])
 
@@ -254,6 +254,6 @@ def test_passes_of_version_4_write_to_given_tensors() -> None:
     assert lse is not None
     wanted = gradients_of(q, k, v, dout, causal=True)
     dq = torch.empty_like(q)
-    found = version_4._flash_attn_bwd(q, k, v, out, dout, lse, causal=True, dq=dq)
-    assert found[0] is dq
-    assert all(close(one, other) for one, other in zip(found, wanted, strict=True))
+    gradients = version_4._flash_attn_bwd(q, k, v, out, dout, lse, causal=True, dq=dq)
+    assert gradients[0] is dq
+    assert all(close(gradient, other) for gradient, other in zip(gradients, wanted, strict=True))

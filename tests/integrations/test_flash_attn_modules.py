@@ -103,8 +103,8 @@ def patched() -> Iterator[None]:
 
 def parameters(module: ModuleType, name: str) -> str:
     """Returns the parameters of a function without types."""
-    found = inspect.signature(getattr(module, name)).parameters.values()
-    return ", ".join(str(one.replace(annotation=inspect.Parameter.empty)) for one in found)
+    listed = inspect.signature(getattr(module, name)).parameters.values()
+    return ", ".join(str(parameter.replace(annotation=inspect.Parameter.empty)) for parameter in listed)
 
 
 @pytest.mark.parametrize(
@@ -176,9 +176,9 @@ def test_rotary_embedding_equals_rotation_pair_by_pair(interleaved: bool, is_pac
     cos, sin = angle.cos(), angle.sin()
     x = numbers(5, 2, 8).requires_grad_()
     lengths, offsets = (2, 3), (4, 1)
-    given = x if is_packed else x.unflatten(0, (1, 5))
+    tokens = x if is_packed else x.unflatten(0, (1, 5))
     out = apply_rotary_emb(
-        given,
+        tokens,
         cos,
         sin,
         interleaved,
@@ -187,12 +187,15 @@ def test_rotary_embedding_equals_rotation_pair_by_pair(interleaved: bool, is_pac
     )
     positions = [4, 5, 1, 2, 3] if is_packed else [4, 5, 6, 7, 8]
     expected = torch.stack(
-        [rotated_by_pairs(one, cos, sin, place, interleaved) for one, place in zip(x, positions, strict=True)]
+        [
+            rotated_by_pairs(row, cos, sin, position, interleaved)
+            for row, position in zip(x, positions, strict=True)
+        ]
     )
     assert close(out.view_as(expected), expected)
     dout = numbers(5, 2, 8, seed=1)
-    found = torch.autograd.grad(out, x, dout.view_as(out))[0]
-    assert close(found, torch.autograd.grad(expected, x, dout)[0])
+    gradient = torch.autograd.grad(out, x, dout.view_as(out))[0]
+    assert close(gradient, torch.autograd.grad(expected, x, dout)[0])
 
 
 def test_rotary_embedding_in_place_and_after_the_last_position() -> None:

@@ -17,10 +17,10 @@ import pytest
 from packaging.requirements import Requirement
 
 from flashtune import FlashtuneWarning, UsageError
-from flashtune.core.session import SESSION
 from flashtune.integrations import sglang, sglang_backend, transformers_masks, vllm
 from scripts import host_contracts
 from tests.support import host_stubs
+from tests.support.runtime import forget_all
 
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARIES = host_contracts.LIBRARIES
@@ -45,8 +45,8 @@ def test_the_installed_library_has_the_frozen_contract(library: str) -> None:
         folder = metadata.distribution(library).locate_file("")
     except metadata.PackageNotFoundError:
         pytest.skip(f"{library} is not installed")
-    found = host_contracts.contract_of(library, Path(str(folder)))
-    assert host_contracts.differences(host_stubs.contract(library), found) == []
+    contract = host_contracts.contract_of(library, Path(str(folder)))
+    assert host_contracts.differences(host_stubs.contract(library), contract) == []
 
 
 @pytest.mark.parametrize(("library", "name", "hosts"), CLASSES, ids=["backend", "builder", "impl", "sglang"])
@@ -83,13 +83,13 @@ def parameter_names(text: str) -> list[str]:
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_a_folder_and_a_wheel_are_read_alike(library: str, tmp_path: Path) -> None:
     written = [*write_package(library, tmp_path)]
-    found = host_contracts.contract_of(library, tmp_path)
+    contract = host_contracts.contract_of(library, tmp_path)
     with zipfile.ZipFile(tmp_path / "w.whl", "w") as wheel:
         for path in written:
             wheel.write(path, path.relative_to(tmp_path).as_posix())
-    assert host_contracts.contract_of(library, tmp_path / "w.whl") == found
-    assert found["version"] == "9.1.0"
-    assert len(found["modules"]) == 1
+    assert host_contracts.contract_of(library, tmp_path / "w.whl") == contract
+    assert contract["version"] == "9.1.0"
+    assert len(contract["modules"]) == 1
 
 
 def write_package(library: str, folder: Path) -> Iterator[Path]:
@@ -151,13 +151,13 @@ AND_MASKS = """def and_masks(*mask_functions, kind=None):
 
 
 def test_functions_are_frozen_as_signature_or_source_or_keywords(tmp_path: Path) -> None:
-    found = masks_of(MASKS, tmp_path)
-    assert found["modules"]["transformers.masking_utils"] == {
+    contract = masks_of(MASKS, tmp_path)
+    assert contract["modules"]["transformers.masking_utils"] == {
         "and_masks": {"source": AND_MASKS},
         "sdpa_mask": "(batch_size, q_length=1, *, device='cpu', **kwargs)",
         "create_causal_mask": {"keywords of mask_interface": ["batch_size", "mask_function"]},
     }
-    lines = host_contracts.differences(host_stubs.contract("transformers"), found)
+    lines = host_contracts.differences(host_stubs.contract("transformers"), contract)
     assert "transformers.masking_utils.create_causal_mask.keywords of mask_interface: config is gone" in lines
     assert "transformers.masking_utils.sliding_window_overlay is gone" in lines
 
@@ -256,8 +256,8 @@ def test_signatures_are_frozen_without_annotations(tmp_path: Path) -> None:
         "    def fused_output_quant_supported(cls): self.hidden = 1\n",
         encoding="utf-8",
     )
-    found = host_contracts.contract_of("vllm", tmp_path)
-    assert found["modules"]["vllm.v1.attention.backend"]["AttentionImpl"] == {
+    contract = host_contracts.contract_of("vllm", tmp_path)
+    assert contract["modules"]["vllm.v1.attention.backend"]["AttentionImpl"] == {
         "bases": ["AttentionImplBase"],
         "abstract methods": ["forward"],
         "forward": "(self, layer, *, key='k')",
@@ -306,7 +306,7 @@ def test_a_missing_or_old_library_is_named(
 def test_an_old_library_starts_with_a_warning(
     library: str, plugin: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    SESSION.reset()
+    forget_all()
     monkeypatch.setattr(metadata, "version", lambda _: "0.0.1")
     with pytest.warns(FlashtuneWarning, match=f"(?i)backend flashtune: {library} 0.0.1 is too old"):
         plugin()
@@ -328,7 +328,7 @@ def test_a_name_that_a_newer_library_lacks_is_named(
     says = f"{library} 99.1 has no {missing}: install {library} {least} or a newer flashtune$"
     with pytest.raises(UsageError, match=f"^{says}"):
         host.register()
-    SESSION.reset()
+    forget_all()
     with pytest.warns(FlashtuneWarning, match=says):
         host.plugin()
 

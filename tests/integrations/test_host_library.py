@@ -1,6 +1,7 @@
 """Tests of the import of host libraries and their versions."""
 
 import sys
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
@@ -10,6 +11,21 @@ import pytest
 from flashtune import UsageError
 from flashtune.integrations import wait
 from flashtune.integrations.host_library import host_attribute, host_library
+
+Install = Callable[[str, str], None]
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
+    """Installs a version of a distribution in front of others."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def install(name: str, version: str) -> None:
+        info = tmp_path / f"{name}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+    return install
 
 
 def test_an_installed_library_is_imported() -> None:
@@ -25,16 +41,16 @@ def test_an_installed_library_is_imported() -> None:
     ],
 )
 def test_other_versions_are_named(
-    monkeypatch: pytest.MonkeyPatch, found: str, least: str, below: str | None, says: str
+    install: Install, found: str, least: str, below: str | None, says: str
 ) -> None:
-    monkeypatch.setattr(metadata, "version", lambda name: found)
+    install("msgspec", found)
     with pytest.raises(UsageError, match=says):
         host_library("msgspec", least, below)
 
 
 @pytest.mark.parametrize("found", ["2.13.0+cpu", "2.13", "2.12.9"])
-def test_versions_in_the_range_are_taken(monkeypatch: pytest.MonkeyPatch, found: str) -> None:
-    monkeypatch.setattr(metadata, "version", lambda name: found)
+def test_versions_in_the_range_are_taken(install: Install, found: str) -> None:
+    install("msgspec", found)
     assert host_library("msgspec", "2.11", "2.14") is msgspec
 
 
@@ -43,15 +59,15 @@ def test_a_missing_library_is_one_sentence() -> None:
         host_library("nothing_of_this_name.part", "1.0", distribution="nothing-of-this-name")
 
 
-def test_a_library_that_does_not_import_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metadata, "version", lambda name: "1.0")
+def test_a_library_that_does_not_import_is_named(install: Install) -> None:
+    install("no_such_module", "1.0")
     with pytest.raises(UsageError, match="no_such_module cannot be imported"):
         host_library("no_such_module", "1.0")
 
 
 def test_a_module_that_a_newer_version_lacks_is_named() -> None:
-    found = metadata.version("msgspec")
-    says = f"^msgspec {found} has no msgspec.gone: install msgspec 0.1 or a newer flashtune$"
+    version = metadata.version("msgspec")
+    says = f"^msgspec {version} has no msgspec.gone: install msgspec 0.1 or a newer flashtune$"
     with pytest.raises(UsageError, match=says):
         host_library("msgspec.gone", "0.1")
     with pytest.raises(UsageError, match=says):
@@ -74,13 +90,12 @@ def test_a_module_that_a_newer_version_lacks_is_named() -> None:
     ids=["name", "circle", "other"],
 )
 def test_the_error_of_a_module_that_is_there_is_told(
-    source: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: str, says: str, install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package = tmp_path / "host_of_test/v1"
     package.mkdir(parents=True)
     (package / "registry.py").write_text(source, encoding="utf-8")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(metadata, "version", lambda name: "1.0")
+    install("host_of_test", "1.0")
     for name in ("host_of_test", "host_of_test.v1"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     with pytest.raises(UsageError, match=rf"^host_of_test.v1.registry cannot be imported \({says}"):

@@ -1,6 +1,6 @@
 """Tests of overrides with executors that only count: which calls they serve, and which they pass on."""
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,63 +9,86 @@ import torch
 from torch import Tensor
 
 from flashtune.core.notices import FlashtuneWarning
-from flashtune.core.session import SESSION
 from flashtune.integrations.flash_operators import FlashBackward, FlashForward
-from flashtune.integrations.operator_overrides import Kernel, forward_override, random_states
+from flashtune.integrations.operator_overrides import ForwardOperator, Kernel, forward_override, random_states
 from flashtune.integrations.sdpa_operators import CUDNN, EFFICIENT, DenseBackward, DenseForward
 from flashtune.request.call import Call
-from flashtune.runtime import deferred
-from flashtune.runtime.deferred import Entry, Passes
+from flashtune.runtime.buckets import Entry, Passes
+from flashtune.runtime.session import Session
+from tests.support.runtime import forget_all
 
 
-@pytest.fixture(name="served")
-def served_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tensor]]:
-    """The queries of all calls that are served."""
-    served: list[Tensor] = []
+class Serving(Session):
+    """A session that serves calls of tensors with memory and notes their queries.
 
-    def forward(q: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-        served.append(q)
+    Attributes:
+        served: The queries of all calls that are served.
+        refuses: Whether a call is refused.
+    """
+
+    def __init__(self, refuses: Callable[[Call], bool] = lambda _: False) -> None:
+        super().__init__()
+        self.served: list[Tensor] = []
+        self.refuses = refuses
+
+    def entry(self, call: Call, *_: object) -> Entry | None:
+        tensors = call.q, call.k, call.v, *call.side.tensors
+        if any(tensor.is_meta for tensor in tensors):
+            return None
+        entry = Entry(None, None)
+        entry.is_refused = self.refuses(call)
+        if not entry.is_refused:
+            entry.passes = Passes(self.forward, None, self.forward)
+        return entry
+
+    def forward(self, q: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+        self.served.append(q)
         return torch.empty_like(q), torch.empty(q.shape[:3])
 
-    kind = Entry(None, None)
-    kind.passes, kind.is_refused = Passes(forward, None, forward), False
 
-    def kind_of(call: Call, *_: object) -> Entry | None:
-        tensors = call.q, call.k, call.v, *call.side.tensors
-        return None if any(one.is_meta for one in tensors) else kind
-
-    monkeypatch.setattr(deferred, "entry_of", kind_of)
-    SESSION.forget()
-    yield served
-    SESSION.forget()
+def override_of(operator: ForwardOperator, session: Session) -> Kernel:
+    return forward_override(operator, lambda *_, **__: "torch", session)
 
 
-def override_of(name: str) -> Kernel:
-    return forward_override(DenseForward(name), lambda *_, **__: "torch")
-
-
-@pytest.mark.parametrize("place", [1, 2, 3])
-def test_a_known_call_with_a_tensor_elsewhere_is_read_again(served: list[Tensor], place: int) -> None:
-    override = override_of(CUDNN)
-    given: list[Any] = [torch.zeros(1, 2, 16, 16, dtype=torch.bfloat16) for _ in range(4)]
+@pytest.mark.parametrize("index", [1, 2, 3])
+def test_a_known_call_with_a_tensor_elsewhere_is_read_again(index: int) -> None:
+    session = Serving()
+    override = override_of(DenseForward(CUDNN), session)
+    arguments: list[Any] = [torch.zeros(1, 2, 16, 16, dtype=torch.bfloat16) for _ in range(4)]
     for _ in range(2):
-        override(None, *given, False, 0.0, False, False)
-    assert len(served) == 2
-    given[place] = given[place].to("meta")
-    assert override(None, *given, False, 0.0, False, False) == "torch"
-    assert len(served) == 2
+        override(None, *arguments, False, 0.0, False, False)
+    assert len(session.served) == 2
+    arguments[index] = arguments[index].to("meta")
+    assert override(None, *arguments, False, 0.0, False, False) == "torch"
+    assert len(session.served) == 2
+
+
+def test_calls_of_operators_are_forgotten_alone_and_with_all_others() -> None:
+    session = Serving()
+    override = override_of(DenseForward(CUDNN), session)
+    inputs = [torch.zeros(1, 2, 16, 16, dtype=torch.bfloat16) for _ in range(4)]
+    _, served = session.operators[CUDNN]
+    for forget in (session.forget_operators, session.forget):
+        session.executors["kind",] = session.forward
+        override(None, *inputs, False, 0.0, False, False)
+        assert len(served) == 1
+        forget()
+        assert len(served) == 0
+        assert bool(session.executors) is (forget == session.forget_operators)
 
 
 def test_calls_with_unknown_arguments_are_passed_on() -> None:
     q = torch.zeros(1, 2, 16, 16, dtype=torch.bfloat16)
-    SESSION.reset()
-    override = forward_override(FlashForward(), lambda *_, **__: "torch")
+    forget_all()
+    override = override_of(FlashForward(), Serving())
     with pytest.warns(FlashtuneWarning, match="its override failed"):
         assert override(None, q, q, q, None, None, 16, 16, 0.0, False, False, "new") == "torch"
 
 
 @pytest.mark.parametrize("order", ["bshd", "bhsd"])
-def test_results_of_flash_have_the_order_of_the_inputs(served: list[Tensor], order: str) -> None:
+def test_results_of_flash_have_the_order_of_the_inputs(order: str) -> None:
+    session = Serving()
+
     def tensor(length: int, heads: int) -> Tensor:
         if order == "bshd":
             return torch.zeros(1, length, heads, 32, dtype=torch.bfloat16)
@@ -73,10 +96,10 @@ def test_results_of_flash_have_the_order_of_the_inputs(served: list[Tensor], ord
 
     q, k = tensor(16, 4), tensor(24, 2)
     numbers = 16, 24, 0.0, False
-    override = forward_override(FlashForward(), lambda *_, **__: "torch")
+    override = override_of(FlashForward(), session)
     out, _, state, unused, _ = override(None, q, k, k, None, None, *numbers, False)
-    assert len(served) == 1
-    assert served[0].is_contiguous()
+    assert len(session.served) == 1
+    assert session.served[0].is_contiguous()
     assert (out.shape, out.stride()) == (q.shape, q.stride())
     backward = FlashBackward()
     arguments = q, q, k, k, out, torch.zeros(1, 4, 16), None, None, *numbers, state, unused
@@ -84,37 +107,27 @@ def test_results_of_flash_have_the_order_of_the_inputs(served: list[Tensor], ord
     assert reading is not None
     call = reading.call
     assert call.options.layout == order
-    assert all(one.is_contiguous() for one in (call.q, *backward.saved(arguments, reading)))
+    assert all(operand.is_contiguous() for operand in (call.q, *backward.saved(arguments, reading)))
     gradients = SimpleNamespace(dq=call.q, dk=call.k, dv=call.v)
-    found = backward.results(gradients, reading)  # type: ignore[arg-type]
-    for one, other in zip(found, (q, k, k), strict=True):
-        assert (one.shape, one.stride()) == (other.shape, other.stride())
+    results = backward.results(gradients, reading)  # type: ignore[arg-type]
+    for result, other in zip(results, (q, k, k), strict=True):
+        assert (result.shape, result.stride()) == (other.shape, other.stride())
 
 
-def test_a_refused_call_of_flash_refuses_no_other_kind(
-    served: list[Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_refused_call_of_flash_refuses_no_other_kind() -> None:
     q = torch.zeros(1, 16, 4, 32, dtype=torch.bfloat16)
-    given = q, q, q, None, None, 16, 16, 0.0, True, False
-    override = forward_override(FlashForward(), lambda *_, **__: "torch")
-    usual = deferred.entry_of
-
-    def kind_of(call: Call, *others: Any) -> Entry | None:
-        refused = Entry(None, None)
-        refused.is_refused, refused.count, refused.properties = True, None, ()
-        is_refused = call.options.window_left is not None or torch.is_grad_enabled()
-        return refused if is_refused else usual(call, *others)
-
-    monkeypatch.setattr(deferred, "entry_of", kind_of)
+    arguments = q, q, q, None, None, 16, 16, 0.0, True, False
+    session = Serving(lambda call: call.options.window_left is not None or torch.is_grad_enabled())
+    override = override_of(FlashForward(), session)
     for _ in range(2):
         with torch.enable_grad():
-            assert override(None, *given) == "torch"
+            assert override(None, *arguments) == "torch"
         with torch.no_grad():
-            assert override(None, *given, window_size_left=5) == "torch"
-    assert served == []
+            assert override(None, *arguments, window_size_left=5) == "torch"
+    assert session.served == []
     with torch.no_grad():
-        override(None, *given)
-    assert len(served) == 1
+        override(None, *arguments)
+    assert len(session.served) == 1
 
 
 def test_calls_of_flash_are_passed_on_if_the_output_would_have_other_strides() -> None:

@@ -15,13 +15,14 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import attention as torch_attention
+from torch.nn.attention import _registry
 
 from flashtune import UsageError
 from flashtune.core.errors import MachineError
-from flashtune.core.session import SESSION
 from flashtune.integrations import operator_overrides
 from flashtune.integrations import torch as integration
-from flashtune.runtime import deferred
+from flashtune.runtime import session
+from flashtune.runtime.session import SESSION
 from tests.support.attention_operators import CUDNN, EFFICIENT, FLASH, Originals, registered
 
 pytestmark = pytest.mark.filterwarnings("error::flashtune.FlashtuneWarning")
@@ -33,9 +34,38 @@ NAMES = (CUDNN, f"{CUDNN}_backward", EFFICIENT, f"{EFFICIENT}_backward", FLASH, 
 def originals(monkeypatch: pytest.MonkeyPatch) -> Iterator[Originals]:
     monkeypatch.setattr(integration, "KEY", "CPU")
     SESSION.forget()
-    with registered() as found:
-        yield found
+    with registered() as kernels:
+        yield kernels
         integration.deactivate()
+
+
+@pytest.fixture
+def registry(originals: Originals, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Torch's registry of implementations, without any."""
+    implementations: dict[str, Any] = {}
+    monkeypatch.setattr(_registry, "_FLASH_ATTENTION_IMPLS", implementations)
+    monkeypatch.setattr(_registry, "_FLASH_ATTENTION_ACTIVE", None)
+    return implementations
+
+
+class Handle:
+    """The handle of another implementation."""
+
+    changes: list[str]
+
+    def __init__(self) -> None:
+        self.changes.append("added")
+
+    def remove(self) -> None:
+        self.changes.append("removed")
+
+
+def register(name: str) -> list[str]:
+    """Activates another implementation. Returns its changes, which are in order of time."""
+    Handle.changes = []
+    torch_attention.register_flash_attention_impl(name, register_fn=Handle)
+    torch_attention.activate_flash_attention_impl(name)
+    return Handle.changes
 
 
 def attend(q: Tensor) -> Tensor:
@@ -56,7 +86,7 @@ def test_activation_survives_a_failed_warm_up(originals: Originals, monkeypatch:
     def fail(_: str) -> None:
         raise MachineError("Triton has no ptxas")
 
-    monkeypatch.setattr(deferred, "current_versions", fail)
+    monkeypatch.setattr(session, "current_versions", fail)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         activation = integration.activate()
@@ -96,11 +126,7 @@ def test_the_context_ends_with_an_error(originals: Originals) -> None:
     assert set(overridden().values()) == {False}
 
 
-def test_another_name_is_taken(originals: Originals, monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch.nn.attention import _registry
-
-    registered = dict(_registry._FLASH_ATTENTION_IMPLS)
-    monkeypatch.setattr(_registry, "_FLASH_ATTENTION_IMPLS", dict(registered))
+def test_another_name_is_taken(registry: dict[str, Any]) -> None:
     integration.activate(names=("FA3", "flashtune"))
     assert torch_attention.current_flash_attention_impl() == "FA3"
     # As torchtitan does.
@@ -108,7 +134,7 @@ def test_another_name_is_taken(originals: Originals, monkeypatch: pytest.MonkeyP
     assert set(overridden().values()) == {True}
     integration.deactivate()
     assert set(overridden().values()) == {False}
-    assert registered == _registry._FLASH_ATTENTION_IMPLS
+    assert registry == {}
     with pytest.raises(UsageError, match="names is empty"):
         integration.activate(names=())
     with pytest.raises(UsageError, match="names has 'nope', which no program activates: pass 'FA2' or"):
@@ -117,101 +143,49 @@ def test_another_name_is_taken(originals: Originals, monkeypatch: pytest.MonkeyP
         assert torch_attention.current_flash_attention_impl() == "flashtune"
 
 
-def test_another_implementation_is_left_alone(originals: Originals, monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch.nn.attention import _registry
-
-    monkeypatch.setattr(_registry, "_FLASH_ATTENTION_IMPLS", dict(_registry._FLASH_ATTENTION_IMPLS))
-
-    class Handle:
-        def remove(self) -> None:
-            raise AssertionError("removed by another one")
-
+def test_another_implementation_is_left_alone(registry: dict[str, Any]) -> None:
     integration.activate()
-    torch_attention.register_flash_attention_impl("other", register_fn=Handle)
-    torch_attention.activate_flash_attention_impl("other")
+    changes = register("other")
     assert overridden()[CUDNN]
     assert not overridden()[FLASH]
     integration.deactivate()
     assert torch_attention.current_flash_attention_impl() == "other"
-    _registry._FLASH_ATTENTION_ACTIVE = None
+    assert changes == ["added"]
 
 
 @pytest.mark.parametrize("names", [("FA3",), ("flashtune", "FA3"), ("flashtune",)])
-def test_the_implementation_from_before_returns(
-    originals: Originals, monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...]
-) -> None:
-    from torch.nn.attention import _registry
-
-    monkeypatch.setattr(_registry, "_FLASH_ATTENTION_IMPLS", {})
-    monkeypatch.setattr(_registry, "_FLASH_ATTENTION_ACTIVE", None)
-    changes: list[str] = []
-
-    class Handle:
-        def __init__(self) -> None:
-            changes.append("added")
-
-        def remove(self) -> None:
-            changes.append("removed")
-
-    torch_attention.register_flash_attention_impl("FA3", register_fn=Handle)
-    torch_attention.activate_flash_attention_impl("FA3")
+def test_the_implementation_from_before_returns(registry: dict[str, Any], names: tuple[str, ...]) -> None:
+    changes = register("FA3")
     with integration.activate(names=names):
         assert torch_attention.current_flash_attention_impl() == names[0]
         assert changes == ["added", "removed"]
-    assert {"FA3": Handle} == _registry._FLASH_ATTENTION_IMPLS
+    assert registry == {"FA3": Handle}
     assert torch_attention.current_flash_attention_impl() == "FA3"
     assert changes == ["added", "removed", "added"]
 
 
-def test_an_implementation_of_the_same_name_is_left_alone(
-    originals: Originals, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from torch.nn.attention import _registry
-
-    monkeypatch.setattr(_registry, "_FLASH_ATTENTION_IMPLS", {})
-    monkeypatch.setattr(_registry, "_FLASH_ATTENTION_ACTIVE", None)
-
-    class Handle:
-        def remove(self) -> None:
-            raise AssertionError("removed by another one")
-
+def test_an_implementation_of_the_same_name_is_left_alone(registry: dict[str, Any]) -> None:
     with integration.activate(names=("FA3",)):
-        torch_attention.register_flash_attention_impl("FA3", register_fn=Handle)
-        torch_attention.activate_flash_attention_impl("FA3")
-    assert {"FA3": Handle} == _registry._FLASH_ATTENTION_IMPLS
+        changes = register("FA3")
+    assert registry == {"FA3": Handle}
     assert torch_attention.current_flash_attention_impl() == "FA3"
+    assert changes == ["added"]
 
 
 def test_a_failed_activation_restores_the_registry(
-    originals: Originals, monkeypatch: pytest.MonkeyPatch
+    registry: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from torch.nn.attention import _registry
-
-    monkeypatch.setattr(_registry, "_FLASH_ATTENTION_IMPLS", {})
-    monkeypatch.setattr(_registry, "_FLASH_ATTENTION_ACTIVE", None)
-
-    class Handle:
-        def remove(self) -> None:
-            pass
-
-    torch_attention.register_flash_attention_impl("FA3", register_fn=Handle)
-    torch_attention.activate_flash_attention_impl("FA3")
+    register("FA3")
     monkeypatch.setattr(integration, "FLASH_FORWARD", (None,))
     with pytest.raises(AttributeError):
         integration.activate()
     assert not integration.is_active()
     assert set(overridden().values()) == {False}
-    assert {"FA3": Handle} == _registry._FLASH_ATTENTION_IMPLS
+    assert registry == {"FA3": Handle}
     assert torch_attention.current_flash_attention_impl() == "FA3"
 
 
-def test_a_failed_restoration_leaves_flashtune_inactive(
-    originals: Originals, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from torch.nn.attention import _registry
-
-    monkeypatch.setattr(_registry, "_FLASH_ATTENTION_IMPLS", {})
-    monkeypatch.setattr(_registry, "_FLASH_ATTENTION_ACTIVE", None)
+def test_a_failed_restoration_leaves_flashtune_inactive(registry: dict[str, Any]) -> None:
     integration.activate()
     names = integration._names
     assert names is not None
@@ -230,8 +204,6 @@ def test_a_failed_restoration_leaves_flashtune_inactive(
 
 
 def test_another_registry_of_torch_is_an_error(originals: Originals, monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch.nn.attention import _registry
-
     monkeypatch.delattr(_registry, "_FLASH_ATTENTION_IMPLS")
     with pytest.raises(UsageError, match="is too new"):
         integration.activate()
@@ -292,12 +264,12 @@ def test_a_kernel_outlives_its_removal(originals: Originals, monkeypatch: pytest
         first = [*made]
     gc.collect()
     assert first
-    assert all(one() is not None for one in first)
+    assert all(reference() is not None for reference in first)
     for _ in range(2):
         with integration.activate():
             pass
     gc.collect()
-    assert all(one() is None for one in first)
+    assert all(reference() is None for reference in first)
 
 
 def test_disabled_is_for_one_thread(originals: Originals, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,7 +278,7 @@ def test_disabled_is_for_one_thread(originals: Originals, monkeypatch: pytest.Mo
     def kind_of(*_: Any) -> None:
         asked.append(threading.current_thread().name)
 
-    monkeypatch.setattr(deferred, "entry_of", kind_of)
+    monkeypatch.setattr(SESSION, "entry", kind_of)
     q = torch.randn(1, 2, 4, 16)
     with integration.activate():
         with integration.disabled(), integration.disabled():
@@ -351,8 +323,8 @@ def test_a_disabled_module_can_be_copied_and_saved(way: Callable[[torch.nn.Modul
     switch = integration.disable_for(module)
     other = way(module)
     switch.remove()
-    for one in (module, other):
-        one()
+    for layer in (module, other):
+        layer()
     assert (module.passed_on, other.passed_on) == ([False, False], [True, True])
     assert not operator_overrides.is_paused()
 
@@ -447,13 +419,13 @@ def test_a_refused_call_is_not_read_again(originals: Originals, monkeypatch: pyt
     # Without the interpreter nothing is computed on the CPU, so that all calls are passed on.
     q = torch.randn(1, 2, 4, 16)
     reads = []
-    kind_of = deferred.entry_of
+    kind_of = SESSION.entry
 
     def counted(*args: Any) -> Any:
         reads.append(args)
         return kind_of(*args)
 
-    monkeypatch.setattr(deferred, "entry_of", counted)
+    monkeypatch.setattr(SESSION, "entry", counted)
     with integration.activate():
         for _ in range(3):
             attend(q)

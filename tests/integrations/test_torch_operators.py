@@ -16,14 +16,14 @@ from scripts.host_contracts import OPERATORS
 from tests.support import host_stubs
 
 OVERRIDDEN = {
-    one.name
+    override.name
     for group in (
         integration.FORWARD,
         integration.FLASH_FORWARD,
         integration.BACKWARD,
         integration.FLASH_BACKWARD,
     )
-    for one in group
+    for override in group
 }
 # SDPA's flash backend calls the second operator.
 BACKENDS = {

@@ -40,13 +40,16 @@ BOUND = 1e-5
 
 
 class Served:
-    """The calls that flashtune serves, and the names of the replaced operators."""
+    """The calls that flashtune serves, and the names of the replaced operators. It may have no kernels."""
 
     def __init__(self) -> None:
+        self.has_kernels = True
         self.calls: list[Call] = []
         self.usual: list[str | None] = []
 
     def prepared(self, job: Job) -> Any:
+        if not self.has_kernels:
+            return None
         self.calls.append(job.call)
         self.usual.append(job.usual)
         return lambda *_: run_call(job.call)
@@ -55,13 +58,13 @@ class Served:
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> Served:
     """Flashtune serves on the CPU, and at once. Float64 counts as a type of 16 bits."""
-    found = Served()
-    monkeypatch.setattr(integration, "prepared", found.prepared)
+    calls = Served()
+    monkeypatch.setattr(integration, "prepared", calls.prepared)
     monkeypatch.setattr(integration, "DEVICES", {"cpu"})
     monkeypatch.setattr(transformers_jobs, "HALF", (DOUBLE,))
     monkeypatch.setattr(transformers_jobs, "MIN_MOVED", 2)
     integration.register()
-    return found
+    return calls
 
 
 def sides(name: str) -> tuple[str, ...]:
@@ -90,46 +93,44 @@ def test_logits_and_gradients(served: Served, name: str, side: str) -> None:
     model = model_of(transformers, name, "tuned_attention", dtype=DOUBLE)
     inputs = inputs_of(name, side, dtype=DOUBLE)
     want = reference(model_of(transformers, name, "eager", dtype=DOUBLE), inputs)
-    found = passes_of(model, inputs)
+    results = passes_of(model, inputs)
     assert served.calls
-    assert all(one < BOUND for one in error(found, want))
+    assert all(difference < BOUND for difference in error(results, want))
 
 
 @pytest.mark.parametrize(
     ("name", "side"), [("llama", "none"), *((name, sides(name)[-1]) for name in ARCHITECTURES)]
 )
-def test_without_kernels_transformers_serves(
-    served: Served, monkeypatch: pytest.MonkeyPatch, name: str, side: str
-) -> None:
-    monkeypatch.setattr(integration, "prepared", lambda job: None)
+def test_without_kernels_transformers_serves(served: Served, name: str, side: str) -> None:
+    served.has_kernels = False
     model = model_of(transformers, name, "tuned_attention", dtype=DOUBLE)
     inputs = inputs_of(name, side, dtype=DOUBLE)
     want = reference(model_of(transformers, name, "eager", dtype=DOUBLE), inputs)
     with exact_softmax():
-        found = passes_of(model, inputs)
-    assert all(one < BOUND for one in error(found, want))
+        results = passes_of(model, inputs)
+    assert all(difference < BOUND for difference in error(results, want))
 
 
 @pytest.mark.parametrize("side", ["left", "hole", "none"])
-@pytest.mark.parametrize("name", [name for name, one in ARCHITECTURES.items() if one.generates])
+@pytest.mark.parametrize("name", [name for name, model in ARCHITECTURES.items() if model.generates])
 def test_generated_tokens(served: Served, name: str, side: str) -> None:
     inputs = inputs_of(name, side if side in sides(name) else "none")
     with exact_softmax():
-        usual = model_of(transformers, name, ARCHITECTURES[name].usual, dtype=DOUBLE)
-        want = generated(usual, double(inputs), 8)
-    found = generated(model_of(transformers, name, "tuned_attention", dtype=DOUBLE), double(inputs), 8)
+        model = model_of(transformers, name, ARCHITECTURES[name].usual, dtype=DOUBLE)
+        want = generated(model, double(inputs), 8)
+    tokens = generated(model_of(transformers, name, "tuned_attention", dtype=DOUBLE), double(inputs), 8)
     assert served.calls
-    assert torch.equal(found, want)
+    assert torch.equal(tokens, want)
 
 
 def double(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {key: one.double() if one.is_floating_point() else one for key, one in inputs.items()}
+    return {key: value.double() if value.is_floating_point() else value for key, value in inputs.items()}
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static", "quantized"])
 @pytest.mark.parametrize("side", ["left", "none"])
 @pytest.mark.parametrize("name", ["mistral", "gpt_oss"])
-def test_caches(served: Served, monkeypatch: pytest.MonkeyPatch, name: str, side: str, cache: str) -> None:
+def test_caches(served: Served, name: str, side: str, cache: str) -> None:
     inputs = inputs_of(name, side)
 
     def tokens(implementation: str) -> Tensor:
@@ -153,8 +154,8 @@ def test_static_cache_of_text_to_text(served: Served) -> None:
     options = {"cache_implementation": "static", "disable_compile": True, **prompt}
     want = generated(model_of(transformers, "t5", "sdpa", dtype=DOUBLE), inputs, 8, **options)
     served.calls.clear()
-    found = generated(model_of(transformers, "t5", "tuned_attention", dtype=DOUBLE), inputs, 8, **options)
-    assert torch.equal(found, want)
+    tokens = generated(model_of(transformers, "t5", "tuned_attention", dtype=DOUBLE), inputs, 8, **options)
+    assert torch.equal(tokens, want)
     assert served.calls
 
 
@@ -181,25 +182,22 @@ def test_packed_sequences(served: Served, name: str, is_given: bool) -> None:
     ids = torch.randint(2, VOCABULARY, (1, sum(lengths)), generator=torch.Generator().manual_seed(4))
     places = torch.cat([torch.arange(length) for length in lengths])[None]
     starts = torch.tensor((0, *lengths)).cumsum(0).to(torch.int32)
-    given: dict[str, Any] = {"use_cache": False}
+    options: dict[str, Any] = {"use_cache": False}
     if is_given:
-        given |= {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 8, "max_length_k": 8}
+        options |= {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 8, "max_length_k": 8}
     model = model_of(transformers, name, "tuned_attention", dtype=DOUBLE)
     other = model_of(transformers, name, "eager", dtype=DOUBLE)
     want = torch.cat([reference_logits(other, part) for part in ids.split(lengths, 1)], 1)
     served.calls.clear()
-    found = model(ids, position_ids=places, **given).logits
-    assert [one.side.cu_seqlens_q is not None for one in served.calls] == [is_given] * 2
-    assert distance([found.detach()], [want]) < BOUND
+    logits = model(ids, position_ids=places, **options).logits
+    assert [call.side.cu_seqlens_q is not None for call in served.calls] == [is_given] * 2
+    assert distance([logits.detach()], [want]) < BOUND
 
 
 @pytest.mark.parametrize("is_served", [False, True])
 @pytest.mark.parametrize("window", [None, 3])
-def test_given_starts_with_windows(
-    served: Served, monkeypatch: pytest.MonkeyPatch, window: int | None, is_served: bool
-) -> None:
-    if not is_served:
-        monkeypatch.setattr(integration, "prepared", lambda job: None)
+def test_given_starts_with_windows(served: Served, window: int | None, is_served: bool) -> None:
+    served.has_kernels = is_served
     host = transformers.masking_utils
     function = host.causal_mask_function
     if window is not None:
@@ -209,9 +207,9 @@ def test_given_starts_with_windows(
     complete = host.and_masks(function, host.packed_sequence_mask_function(numbers))
     q, k, v = torch.randn(3, 1, 4, 12, 16, generator=torch.Generator().manual_seed(5), dtype=DOUBLE)
     mask = masks.attention_mask(1, 12, 12, mask_function=function)
-    given: dict[str, Any] = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts}
-    given |= {"max_length_q": 7, "max_length_k": 7}
-    out, _ = integration.attention(torch.nn.Module(), q, k, v, mask, **given)
+    options: dict[str, Any] = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts}
+    options |= {"max_length_q": 7, "max_length_k": 7}
+    out, _ = integration.attention(torch.nn.Module(), q, k, v, mask, **options)
     seen = host.sdpa_mask(1, 12, 12, mask_function=complete, allow_is_causal_skip=False)
     want = torch.nn.functional.scaled_dot_product_attention(q, k, v, seen).transpose(1, 2)
     torch.testing.assert_close(out, want, atol=1e-12, rtol=0)
@@ -219,9 +217,8 @@ def test_given_starts_with_windows(
 
 @pytest.mark.parametrize("kind", ["bool", "additive", "spans"])
 @pytest.mark.parametrize("is_served", [False, True])
-def test_selected_keys(served: Served, monkeypatch: pytest.MonkeyPatch, kind: str, is_served: bool) -> None:
-    if not is_served:
-        monkeypatch.setattr(integration, "prepared", lambda job: None)
+def test_selected_keys(served: Served, kind: str, is_served: bool) -> None:
+    served.has_kernels = is_served
     generator = torch.Generator().manual_seed(5)
     q, k, v = torch.randn(3, BATCH, 4, LENGTH, 16, generator=generator, dtype=DOUBLE)
     indices = torch.rand(BATCH, LENGTH, LENGTH, generator=generator).topk(5, -1).indices
@@ -251,14 +248,14 @@ def test_selections_that_cannot_be_masked_raise_one_sentence(served: Served, giv
 def test_layers_that_drop_queries_get_a_mask(served: Served) -> None:
     config = SimpleNamespace(num_kv_shared_layers=2)
     assert masks.attention_mask(BATCH, LENGTH, LENGTH) is None
-    found = masks.attention_mask(BATCH, LENGTH, LENGTH, config=config)
-    assert found is not None
-    assert masks.is_spans(found)
+    spans = masks.attention_mask(BATCH, LENGTH, LENGTH, config=config)
+    assert spans is not None
+    assert masks.is_spans(spans)
     generator = torch.Generator().manual_seed(5)
     q, k, v = torch.randn(3, BATCH, 4, LENGTH, 16, generator=generator, dtype=DOUBLE)
     module = torch.nn.Module()
-    whole, _ = integration.attention(module, q, k, v, found)
-    last, _ = integration.attention(module, q[:, :, -3:], k, v, found[:, :, -3:])
+    whole, _ = integration.attention(module, q, k, v, spans)
+    last, _ = integration.attention(module, q[:, :, -3:], k, v, spans[:, :, -3:])
     torch.testing.assert_close(last, whole[:, -3:], atol=1e-12, rtol=0)
 
 
@@ -307,20 +304,20 @@ def test_models_that_drop_queries_or_select_keys(
     served: Served, make: Any, has_padding: bool, kept: int
 ) -> None:
     ids = torch.randint(2, VOCABULARY, (2, 10), generator=torch.Generator().manual_seed(4))
-    given: dict[str, Any] = {"logits_to_keep": kept}
+    options: dict[str, Any] = {"logits_to_keep": kept}
     if has_padding:
-        given["attention_mask"] = torch.ones_like(ids)
-        given["attention_mask"][0, :3] = 0
-    found = []
+        options["attention_mask"] = torch.ones_like(ids)
+        options["attention_mask"][0, :3] = 0
+    logits = []
     for implementation in ("sdpa", "tuned_attention"):
         torch.manual_seed(0)
         config = make()
         config._attn_implementation = implementation
         model = transformers.AutoModelForCausalLM.from_config(config).double().eval()
         with torch.no_grad():
-            found.append(model(ids, **given).logits)
+            logits.append(model(ids, **options).logits)
     assert len(served.calls) == config.num_hidden_layers
-    assert distance([found[1]], [found[0]]) < BOUND
+    assert distance([logits[1]], [logits[0]]) < BOUND
 
 
 def reference_logits(model: Any, ids: Tensor) -> Tensor:
@@ -332,13 +329,13 @@ def reference_logits(model: Any, ids: Tensor) -> Tensor:
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_masks_of_given_starts(is_causal: bool) -> None:
     starts_q, starts_k = torch.tensor([0, 2, 2, 5]), torch.tensor([0, 3, 4, 8])
-    found = masks.packed_mask(starts_q, starts_k, 6, 8, is_causal)[0, 0]
+    mask = masks.packed_mask(starts_q, starts_k, 6, 8, is_causal)[0, 0]
     want = torch.zeros(6, 8, dtype=torch.bool)
     for at, (first, last) in enumerate(itertools.pairwise(starts_q)):
         keys = slice(int(starts_k[at]), int(starts_k[at + 1]))
         part = torch.ones(int(last - first), keys.stop - keys.start, dtype=torch.bool)
         want[int(first) : int(last), keys] = part.tril(part.shape[1] - part.shape[0]) if is_causal else part
-    assert torch.equal(found[:5], want[:5])
+    assert torch.equal(mask[:5], want[:5])
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -348,8 +345,8 @@ def test_gradient_checkpointing(served: Served, name: str, use_reentrant: bool) 
     want = reference(model_of(transformers, name, "eager", dtype=DOUBLE), inputs)
     model = model_of(transformers, name, "tuned_attention", dtype=DOUBLE).train()
     model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-    found = passes_of(model, inputs, use_cache=False) if name != "bert" else passes_of(model, inputs)
-    assert all(one < BOUND for one in error(found, want))
+    results = passes_of(model, inputs, use_cache=False) if name != "bert" else passes_of(model, inputs)
+    assert all(difference < BOUND for difference in error(results, want))
 
 
 def mask_cases() -> dict[str, dict[str, Any]]:
@@ -394,38 +391,38 @@ def mask_cases() -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("case", mask_cases())
 def test_spans_are_complete_masks(served: Served, case: str) -> None:
-    given = {"batch_size": BATCH, **mask_cases()[case]}
-    found = masks.attention_mask(**given)
-    given["allow_is_causal_skip"] = False
-    want = transformers.masking_utils.sdpa_mask(**given)
-    assert found is not None
-    assert masks.is_spans(found)
-    assert masks.pattern_of(found, given["q_length"], found.shape[3]) is not None
-    assert masks.pattern_of(found.clone(), given["q_length"], found.shape[3]) is None
-    seen = masks.boolean_mask(found, given["q_length"]).expand(*want.shape[:3], -1)
+    arguments = {"batch_size": BATCH, **mask_cases()[case]}
+    spans = masks.attention_mask(**arguments)
+    arguments["allow_is_causal_skip"] = False
+    want = transformers.masking_utils.sdpa_mask(**arguments)
+    assert spans is not None
+    assert masks.is_spans(spans)
+    assert masks.pattern_of(spans, arguments["q_length"], spans.shape[3]) is not None
+    assert masks.pattern_of(spans.clone(), arguments["q_length"], spans.shape[3]) is None
+    seen = masks.boolean_mask(spans, arguments["q_length"]).expand(*want.shape[:3], -1)
     assert torch.equal(seen, want[..., : seen.shape[3]])
     assert not want[..., seen.shape[3] :].any()
-    assert torch.equal(masks.boolean_mask(found[:, :, -2:], 2).expand_as(seen[:, :, -2:]), seen[:, :, -2:])
+    assert torch.equal(masks.boolean_mask(spans[:, :, -2:], 2).expand_as(seen[:, :, -2:]), seen[:, :, -2:])
 
 
 @pytest.mark.parametrize("case", mask_cases())
 @pytest.mark.parametrize("is_copied", [False, True])
 def test_attention_with_spans(served: Served, case: str, is_copied: bool) -> None:
-    given = {"batch_size": BATCH, **mask_cases()[case]}
-    found = masks.attention_mask(**given)
-    assert found is not None
-    given["allow_is_causal_skip"] = False
-    want_mask = transformers.masking_utils.sdpa_mask(**given)
+    arguments = {"batch_size": BATCH, **mask_cases()[case]}
+    spans = masks.attention_mask(**arguments)
+    assert spans is not None
+    arguments["allow_is_causal_skip"] = False
+    want_mask = transformers.masking_utils.sdpa_mask(**arguments)
     generator = torch.Generator().manual_seed(5)
-    q = torch.randn(BATCH, given["q_length"], 4, 16, generator=generator, dtype=DOUBLE).transpose(1, 2)
-    k, v = torch.randn(2, BATCH, 4, given["kv_length"], 16, generator=generator, dtype=DOUBLE)
+    q = torch.randn(BATCH, arguments["q_length"], 4, 16, generator=generator, dtype=DOUBLE).transpose(1, 2)
+    k, v = torch.randn(2, BATCH, 4, arguments["kv_length"], 16, generator=generator, dtype=DOUBLE)
     module = torch.nn.Module()
-    out, _ = integration.attention(module, q, k, v, found.clone() if is_copied else found)
+    out, _ = integration.attention(module, q, k, v, spans.clone() if is_copied else spans)
     want = torch.nn.functional.scaled_dot_product_attention(q, k, v, want_mask).transpose(1, 2)
     rows = want_mask.any(-1).expand(BATCH, 1, -1)[:, 0]
-    if "attention_mask" in given and not isinstance(given.get("q_offset"), Tensor):
-        first = given.get("q_offset", 0)  # rows of padding are not defined
-        rows = rows & given["attention_mask"][:, first : first + given["q_length"]]
+    if "attention_mask" in arguments and not isinstance(arguments.get("q_offset"), Tensor):
+        first = arguments.get("q_offset", 0)  # rows of padding are not defined
+        rows = rows & arguments["attention_mask"][:, first : first + arguments["q_length"]]
     assert len(served.calls) == 1
     assert out.is_contiguous()
     torch.testing.assert_close(out[rows], want[rows], atol=1e-12, rtol=0)
@@ -436,18 +433,18 @@ def test_no_mask_waits_for_a_device(served: Served, case: str) -> None:
     """Fake tensors have no values, so that a function that reads one fails."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    given = {"batch_size": BATCH, **mask_cases()[case]}
+    arguments = {"batch_size": BATCH, **mask_cases()[case]}
     with FakeTensorMode() as mode:
-        for name, value in given.items():
+        for name, value in arguments.items():
             if isinstance(value, Tensor):
-                given[name] = mode.from_tensor(value)
-        found = masks.attention_mask(**given)
-        assert found is not None
-        assert masks.boolean_mask(found, given["q_length"]).dtype is torch.bool
-        pattern = masks.pattern_of(found, given["q_length"], found.shape[3])
+                arguments[name] = mode.from_tensor(value)
+        spans = masks.attention_mask(**arguments)
+        assert spans is not None
+        assert masks.boolean_mask(spans, arguments["q_length"]).dtype is torch.bool
+        pattern = masks.pattern_of(spans, arguments["q_length"], spans.shape[3])
         assert pattern is not None
         if pattern.valid is not None and pattern.is_own:
-            assert pattern.orders[0].shape == (BATCH * given["q_length"],)
+            assert pattern.orders[0].shape == (BATCH * arguments["q_length"],)
 
 
 @pytest.mark.parametrize("name", ["t5", "gpt_oss"])
@@ -464,26 +461,26 @@ def test_compiled_models(served: Served, name: str) -> None:
 
     torch._dynamo.reset()
     model.forward = torch.compile(model.forward, backend=backend)
-    found = passes_of(model, inputs)
+    results = passes_of(model, inputs)
     assert not served.calls
     assert sum("flashtune" in target for target in targets) == (6 if name == "t5" else 2)
-    assert all(one < BOUND for one in error(found, want))
+    assert all(difference < BOUND for difference in error(results, want))
 
 
 def test_compiled_attention_with_spans(served: Served) -> None:
-    given = {"batch_size": BATCH, **mask_cases()["window and padding"]}
-    found = masks.attention_mask(**given)
-    assert found is not None
+    arguments = {"batch_size": BATCH, **mask_cases()["window and padding"]}
+    spans = masks.attention_mask(**arguments)
+    assert spans is not None
     generator = torch.Generator().manual_seed(5)
     q, k, v = torch.randn(3, BATCH, 4, LENGTH, 16, generator=generator, dtype=DOUBLE)
 
     def attend(mask: Tensor) -> Tensor:
         return integration.attention(torch.nn.Module(), q, k, v, mask)[0]
 
-    want = attend(found)
+    want = attend(spans)
     torch._dynamo.reset()
     compiled: Any = torch.compile(attend, backend="eager", fullgraph=True)
-    torch.testing.assert_close(compiled(found), want, atol=1e-12, rtol=0)
+    torch.testing.assert_close(compiled(spans), want, atol=1e-12, rtol=0)
     assert len(served.calls) == 1
 
 
@@ -496,8 +493,8 @@ def test_compiled_generation(served: Served) -> None:
     config._compile_all_devices = True
     torch._dynamo.reset()
     served.calls.clear()
-    found = generated(model, inputs, 6, cache_implementation="static", compile_config=config)
-    assert torch.equal(found, want)
+    tokens = generated(model, inputs, 6, cache_implementation="static", compile_config=config)
+    assert torch.equal(tokens, want)
     assert len(served.calls) == 2, "only the prompt is computed eagerly"
 
 
@@ -507,12 +504,12 @@ def test_signatures() -> None:
     own = inspect.signature(masks.attention_mask).parameters
     assert own.keys() - {"others"} <= mask.keys()
     assert not [
-        name for name, one in mask.items() if one.default is one.empty and name not in {*own, "kwargs"}
+        name for name, value in mask.items() if value.default is value.empty and name not in {*own, "kwargs"}
     ]
     sdpa = importlib.import_module("transformers.integrations.sdpa_attention")
-    known = inspect.signature(sdpa.sdpa_attention_forward).parameters
-    assert [*known][:5] == [*inspect.signature(integration.attention).parameters][:5]
-    assert known.keys() >= {"dropout", "scaling", "is_causal", "position_bias", "kwargs"}
+    parameters = inspect.signature(sdpa.sdpa_attention_forward).parameters
+    assert [*parameters][:5] == [*inspect.signature(integration.attention).parameters][:5]
+    assert parameters.keys() >= {"dropout", "scaling", "is_causal", "position_bias", "kwargs"}
     bias = inspect.signature(sdpa.create_position_bias_mask).parameters
     assert [*bias] == ["position_bias", "attention_mask", "is_causal", "query", "key"]
 

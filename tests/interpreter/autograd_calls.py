@@ -1,25 +1,17 @@
 """Calls with gradients on the CPU, and float64 gradients."""
 
-from collections.abc import Iterator
+import functools
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
 import flashtune
-from flashtune.core.session import SESSION
+from flashtune import testing
+from tests.support.attention_operators import by_definition
 
 Triple = tuple[Tensor, Tensor, Tensor]
 HEADS, KV_HEADS = 4, 2
-
-
-@pytest.fixture(autouse=True)
-def fresh_runtime() -> Iterator[None]:
-    SESSION.reset()
-    torch._dynamo.reset()
-    yield
-    SESSION.forget()
 
 
 def tensors(seqlen_q: int = 20, seqlen_kv: int = 28, head_dim: int = 32, value_head_dim: int = 16) -> Triple:
@@ -39,21 +31,24 @@ def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return attend(q, k, v).square().sum()
 
 
+definition = functools.partial(by_definition, causal=True, bottom_right=True)
+
+
 def expected(q: Tensor, k: Tensor, v: Tensor) -> Triple:
     """Gradients of `loss`, from the definition in float64."""
     wide = [tensor.detach().double().requires_grad_() for tensor in (q, k, v)]
     return torch.autograd.grad(definition(*wide)[0].square().sum(), wide)  # type: ignore[return-value]
 
 
-def definition(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Causal attention and its log-sum-exp by differentiable operators."""
-    k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], 1) for tensor in (k, v))
-    scores = q @ k.mT * q.shape[3] ** -0.5
-    if bias is not None:
-        scores = scores + bias
-    seen = torch.ones(scores.shape[2:], dtype=torch.bool).tril(k.shape[2] - q.shape[2])
-    scores = scores.masked_fill(~seen, -torch.inf)
-    return scores.softmax(-1) @ v, scores.logsumexp(-1)
+def exact_gradients(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> list[Tensor]:
+    """Gradients of `attend(q, k, v, **options).square().sum()`, from the reference.
+
+    Slopes and sinks are those of all sequences.
+    """
+    inputs = testing.attention_inputs(q, k, v, causal=True, **options)
+    dout = 2 * testing.reference(inputs).out.exact
+    gradients = [each for each in testing.reference(inputs.backward(dout))[2:] if each is not None]
+    return [each.exact.sum(0) if each.name in ("dslopes", "dsinks") else each.exact for each in gradients]
 
 
 def close(actual: Any, wanted: Any) -> None:

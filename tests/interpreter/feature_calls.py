@@ -3,26 +3,14 @@
 from collections.abc import Iterator
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
 import flashtune
-from flashtune.core.session import SESSION
-from flashtune.launch.compilation import interpreting
 from flashtune.request.call import dense_call, paged_call, varlen_call
 from tests.problems.features import KEYS, QUERIES, agrees, starts
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 32
-
-
-@pytest.fixture(autouse=True)
-def fresh_runtime() -> Iterator[None]:
-    assert interpreting()
-    SESSION.reset()
-    torch.manual_seed(0)
-    yield
-    SESSION.forget()
 
 
 def dense(batch: int = 2, seqlen_q: int = 20, seqlen_kv: int = 28) -> tuple[Tensor, Tensor, Tensor]:

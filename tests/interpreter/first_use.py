@@ -5,14 +5,15 @@ from pathlib import Path
 
 import torch
 
+from flashtune import testing
 from flashtune.core.kernel import Specialization
-from flashtune.core.problem import Causal, Dtype, Problem
+from flashtune.core.problem import Causal
 from flashtune.core.record import Verdict
 from flashtune.core.target import find_target
 from flashtune.launch.binding import bind
 from flashtune.launch.compilation import kernel_folder
 from flashtune.launch.tensors import ForwardTensors
-from flashtune.runtime.self_check import passes_self_check
+from flashtune.runtime.self_check import SelfChecks
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from flashtune.verification import check
@@ -20,17 +21,7 @@ from tests.support.unfused import unfused
 
 TARGET = find_target("nvidia-l4")
 CPU = torch.device("cpu")
-PROBLEM = Problem(
-    dtype=Dtype.FP32,
-    head_dim=16,
-    value_head_dim=16,
-    heads=2,
-    kv_heads=1,
-    batch=1,
-    seqlen_q=40,
-    seqlen_kv=50,
-    causal=Causal.BOTTOM_RIGHT,
-)
+PROBLEM = testing.problem("heads=2,kv_heads=1,seqlen_q=40,seqlen_kv=50,head_dim=16,dtype=fp32,causal")
 
 
 def use_first(start: float, checks: Path) -> float:
@@ -51,12 +42,11 @@ def use_first(start: float, checks: Path) -> float:
             file.write(b".")
         return made(*args, **options)  # type: ignore[arg-type]
 
-    check.check_rendered = counted
     family = find_family("forward_q_outer")
     config = family.default(PROBLEM, TARGET)
     kernel = render(family, PROBLEM, config, Specialization(lse=True))
     time.sleep(max(0.0, start - time.time()))
-    assert passes_self_check(kernel, PROBLEM, config, TARGET, CPU)
+    assert SelfChecks(counted).passes(kernel, PROBLEM, config, TARGET, CPU)
     assert (kernel_folder() / f"{kernel.family}_{kernel.digest}.py").read_text() == kernel.source
     torch.manual_seed(3)
     q, out = torch.randn(1, 2, 40, 16), torch.empty(1, 2, 40, 16)

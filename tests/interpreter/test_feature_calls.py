@@ -5,7 +5,6 @@ import torch
 
 import flashtune
 from flashtune.request.call import paged_call
-from tests.interpreter import feature_calls
 from tests.interpreter.feature_calls import (
     HEADS,
     KV_HEADS,
@@ -19,7 +18,7 @@ from tests.interpreter.feature_calls import (
 )
 from tests.problems.features import KEYS, QUERIES, expected, paged, starts
 
-fresh_runtime = feature_calls.fresh_runtime
+pytestmark = pytest.mark.usefixtures("fresh_runtime")
 
 
 def test_dense_masks() -> None:

@@ -10,13 +10,13 @@ from torch import Tensor
 
 import flashtune
 from flashtune.core.errors import ProblemError
-from flashtune.core.session import SESSION
 from flashtune.request.call import dense_call, paged_call
-from tests.interpreter import feature_calls
+from flashtune.runtime.session import SESSION, Session
+from tests.interpreter.autograd_calls import exact_gradients
 from tests.interpreter.feature_calls import HEADS, WIDTH, dense, packed
 from tests.problems.features import KEYS, agrees, expected, paged, starts
 
-fresh_runtime = feature_calls.fresh_runtime
+pytestmark = pytest.mark.usefixtures("fresh_runtime")
 
 
 def test_shared_prefix() -> None:
@@ -59,7 +59,7 @@ def test_plan_with_a_shared_prefix_caches_its_executors(monkeypatch: pytest.Monk
     out, lse = plan(q, *cache)
     agrees(paged_call(q, *cache, scale=-0.2, return_lse=True), (out, lse))
     SESSION.forget()
-    monkeypatch.delattr("flashtune.runtime.call_cache.remembered")
+    monkeypatch.delattr(Session, "prepared")
     assert torch.equal(plan(q, *cache)[0], out)
 
 
@@ -110,33 +110,17 @@ def test_explanations() -> None:
 
 
 def test_gradients() -> None:
-    def gradients(attend: Callable[..., Tensor], **options: Any) -> list[Tensor]:
-        torch.manual_seed(1)
-        tensors = [tensor.requires_grad_() for tensor in dense(2, 33, 28)]
-        sinks = torch.zeros(HEADS, requires_grad=True)
-        attend(*tensors, sinks=sinks, causal=True, window=(5, 0), softcap=2.0).square().sum().backward()
-        return [tensor.grad for tensor in (*tensors, sinks) if tensor.grad is not None]
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", flashtune.FlashtuneWarning)
-        own = gradients(flashtune.attention)
-        by_operator = gradients(compiled(flashtune.attention))
-    assert len(own) == 4
-    torch.testing.assert_close(by_operator, own)
-    right = gradients(in_float64)
-    for gradient, wanted in zip(own, right, strict=True):
-        torch.testing.assert_close(gradient, wanted, atol=1e-4, rtol=1e-4)
-
-
-def in_float64(q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor, **_: object) -> Tensor:
-    """Causal attention with a window of 5, a cap of 2 and sinks, by operators that autograd knows."""
-    k, v = k.double().repeat_interleave(2, 1), v.double().repeat_interleave(2, 1)
-    scores = 2 * torch.tanh(q.double() @ k.mT * WIDTH**-0.5 / 2)
-    position = torch.arange(q.shape[2])[:, None] + k.shape[2] - q.shape[2]
-    key = torch.arange(k.shape[2])
-    scores = scores.masked_fill((key > position) | (key < position - 5), -torch.inf)
-    sink = sinks.double()[None, :, None, None].expand(*scores.shape[:3], 1)
-    return torch.cat([scores, sink], -1).softmax(-1)[..., :-1] @ v
+    q, k, v = (tensor.requires_grad_() for tensor in dense(2, 33, 28))
+    sinks = torch.zeros(HEADS, requires_grad=True)
+    options: dict[str, Any] = {"sinks": sinks, "window": (5, 0), "softcap": 2.0}
+    expected = exact_gradients(q, k, v, **options)
+    for attend in (flashtune.attention, compiled(flashtune.attention)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", flashtune.FlashtuneWarning)
+            out = attend(q, k, v, causal=True, **options)
+        gradients = torch.autograd.grad(out.square().sum(), (q, k, v, sinks))
+        for gradient, exact in zip(gradients, expected, strict=True):
+            torch.testing.assert_close(gradient.double(), exact, atol=1e-4, rtol=1e-4)
 
 
 def test_unsupported_gradients_raise() -> None:

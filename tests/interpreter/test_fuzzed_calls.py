@@ -5,10 +5,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.interpreter import feature_calls
 from tests.problems.fuzzed_calls import check_fuzzed_calls
 
-fresh_runtime = feature_calls.fresh_runtime
+pytestmark = pytest.mark.usefixtures("fresh_runtime")
 
 
 @pytest.mark.timeout(3600)

@@ -13,10 +13,9 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from flashtune.core.errors import ProblemError
-from tests.interpreter import autograd_calls
 from tests.interpreter.autograd_calls import attend, close, expected, loss, tensors
 
-fresh_runtime = autograd_calls.fresh_runtime
+pytestmark = pytest.mark.usefixtures("fresh_runtime")
 
 
 @pytest.mark.parametrize("way", ["grad", "vjp", "vmap", "compiled"])

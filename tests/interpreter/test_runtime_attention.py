@@ -9,10 +9,9 @@ import torch
 
 import flashtune
 from flashtune.request.call import CausalOption, LayoutOption
-from tests.interpreter import feature_calls
 from tests.interpreter.feature_calls import check_dense, dense
 
-fresh_runtime = feature_calls.fresh_runtime
+pytestmark = pytest.mark.usefixtures("fresh_runtime")
 # Bounds for the errors of float32, and of rounding the result to 16 bits.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 SHAPE = {"batch": 1, "kv_heads": 1, "group": 2, "head_dim": 32, "value_head_dim": 16, "layout": "bhsd"}
@@ -29,7 +28,8 @@ def test_unaligned_and_non_contiguous_views() -> None:
     check_dense(shifted, k, v)
     wide = torch.empty(*k.shape[:3], 37)[..., 2:34].copy_(k)
     check_dense(q, wide, v, causal=True)
-    check_dense(q, *(tensor[:, :1].expand(-1, 2, -1, -1) for tensor in (k, v)), causal=True)
+    k_head, v_head = (tensor[:, :1].expand(-1, 2, -1, -1) for tensor in (k, v))
+    check_dense(q, k_head, v_head, causal=True)
     check_dense(q, k[:, :, ::2], v[:, :, ::2])
     packed = torch.randn(2, 20, 3, 4, 32)
     q, k, v = packed.unbind(2)

@@ -32,11 +32,11 @@ def headers_of(binary: bytes) -> dict[str, int]:
     (table,) = struct.unpack_from("<Q", binary, 0x28)
     size, count, names_at = struct.unpack_from("<HHH", binary, 0x3A)
     (names,) = struct.unpack_from("<Q", binary, table + size * names_at + 24)
-    found = {}
-    for place in range(table, table + size * count, size):
-        start = names + int.from_bytes(binary[place : place + 4], "little")
-        found[binary[start : binary.index(b"\0", start)].decode()] = place
-    return found
+    headers = {}
+    for offset in range(table, table + size * count, size):
+        start = names + int.from_bytes(binary[offset : offset + 4], "little")
+        headers[binary[start : binary.index(b"\0", start)].decode()] = offset
+    return headers
 
 
 def test_flags_and_relocations_of_sections_are_compared() -> None:
@@ -52,11 +52,11 @@ def test_flags_and_relocations_of_sections_are_compared() -> None:
         lines: "",
     }
     before = parts(binary, name)
-    for place, section in changes.items():
+    for offset, section in changes.items():
         other = bytearray(binary)
-        other[place] ^= 1
+        other[offset] ^= 1
         after = parts(bytes(other), name)
-        assert [one for one in before if before[one] != after[one]] == ([section] if section else [])
+        assert [key for key in before if before[key] != after[key]] == ([section] if section else [])
 
 
 @pytest.mark.slow
@@ -66,7 +66,7 @@ def test_amd_launch_parameters_are_compared_but_not_names() -> None:
     width = b".wavefront_size"
     assert binary.count(width + bytes([64])) == 1
     after = parts(binary.replace(width + bytes([64]), width + bytes([32])), name)
-    assert [one for one in before if before[one] != after[one]] == [".note"]
+    assert [key for key in before if before[key] != after[key]] == [".note"]
     other = name[:-1] + "x"
     assert parts(binary.replace(name.encode(), other.encode()), other) == before
 
@@ -88,10 +88,10 @@ def test_libraries_are_compared_by_content(tmp_path: Path) -> None:
     paths = [tmp_path / name for name in ("one.bc", "same.bc", "other.bc", "missing.bc")]
     for path, content in zip(paths, (b"a", b"a", b"b"), strict=False):
         path.write_bytes(content)
-    one, same, other, missing = (metadata_with(path) for path in paths)
-    assert one == same
-    assert one != other
-    assert missing not in (one, other)
+    first, same, other, missing = (metadata_with(path) for path in paths)
+    assert first == same
+    assert first != other
+    assert missing not in (first, other)
 
 
 def test_library_path_of_a_removed_installation_is_resolved(tmp_path: Path) -> None:

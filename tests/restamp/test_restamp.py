@@ -13,7 +13,6 @@ from flashtune.core.problem import Direction
 from flashtune.core.record import Measurement, Outcome, Provenance, Record, Verdict, Versions
 from flashtune.core.target import find_target
 from flashtune.db.codec import Check
-from flashtune.db.store import Store, open_store
 from flashtune.db.table import Timing, TunedTable, dump_table, load_table
 from flashtune.dispatch.versions import current_versions
 from flashtune.launch.compilation import kernel_folder
@@ -24,7 +23,7 @@ from flashtune.tuner.tables.table_files import json_table
 from flashtune.tuner.tables.table_receipts import sibling
 from scripts.restamp.equivalence import difference
 from scripts.restamp.restamp import Fate, restamp
-from scripts.restamp.store import restamp_database, restamp_table
+from scripts.restamp.table import restamp_table
 
 FAMILY = find_family("forward_q_outer")
 TARGET = find_target("nvidia-h200")
@@ -48,8 +47,8 @@ def changed(*pairs: tuple[str, str], kernel: Kernel = TODAY) -> Kernel:
 def renamed(kernel: Kernel = TODAY) -> Kernel:
     """Other names of variables and of an argument: the same machine code."""
     arguments = [*kernel.arguments]
-    place = [argument.name for argument in arguments].index("group_size")
-    arguments[place] = msgspec.structs.replace(arguments[place], name="heads_per_kv")
+    index = [argument.name for argument in arguments].index("group_size")
+    arguments[index] = msgspec.structs.replace(arguments[index], name="heads_per_kv")
     kernel = msgspec.structs.replace(kernel, arguments=tuple(arguments))
     return changed(("running_max", "row_max"), ("group_size", "heads_per_kv"), kernel=kernel)
 
@@ -92,11 +91,6 @@ def test_renamed_variables_and_arguments_make_no_difference() -> None:
 def test_a_changed_instruction_is_a_difference() -> None:
     other = changed(("running_sum * rescale + tl.sum(p, 1)", "running_sum * rescale - tl.sum(p, 1)"))
     assert difference(other, TODAY, PROBLEM, CONFIG, TARGET).startswith("machine code: .text")
-
-
-def test_a_changed_constant_is_a_difference() -> None:
-    other = changed(("1.4426950408889634", "1.5"))
-    assert difference(other, TODAY, PROBLEM, CONFIG, TARGET).startswith("machine code")
 
 
 def test_other_launch_options_are_a_difference() -> None:
@@ -147,33 +141,6 @@ def test_equal_digest_under_another_template_version_is_restamped() -> None:
     assert again.fate is Fate.CURRENT
 
 
-def test_restamp_of_a_database_keeps_selection_time_and_self_checks(tmp_path: Path, cache: Path) -> None:
-    old = renamed()
-    keep(old, cache)
-    url = str(tmp_path / "flashtune.sqlite")
-    with open_store(url) as store:
-        store.pin(store.add(record_of(old)))
-        store.remember_check(Check(digest=old.digest, target=TARGET.name, versions=VERSIONS, verdict=VERDICT))
-    (done,) = restamp_database(url)
-    assert done.fate is Fate.CARRIED
-    with open_store(url) as store:
-        (stored,) = store.records()
-        (selected,) = store.selections()
-        checks = known_checks(store)
-    assert stored == selected
-    assert stored.record.kernel == TODAY.digest
-    assert stored.record.verdict == VERDICT
-    assert stored.record.ms == 0.5
-    assert checks == {old.digest, TODAY.digest}
-
-
-def known_checks(store: Store) -> set[str]:
-    from sqlalchemy import text
-
-    with store._engine.connect() as connection:
-        return set(connection.execute(text("SELECT digest FROM checks")).scalars())
-
-
 def test_restamp_of_a_table_reads_sources_from_a_folder(tmp_path: Path) -> None:
     keep(renamed(), tmp_path / "earlier")
     path = tmp_path / "table.json"
@@ -189,7 +156,7 @@ def test_swapped_gradients_are_a_difference() -> None:
     config = family.default(problem, TARGET)
     kernel = render(family, problem, config, Specialization())
     arguments = list(kernel.arguments)
-    places = [[one.name for one in arguments].index(name) for name in ("dk", "dv")]
+    places = [[argument.name for argument in arguments].index(name) for name in ("dk", "dv")]
     arguments[places[0]], arguments[places[1]] = arguments[places[1]], arguments[places[0]]
     other = msgspec.structs.replace(kernel, arguments=tuple(arguments))
     assert "bound to" in difference(other, kernel, problem, config, TARGET)
@@ -201,7 +168,7 @@ def test_each_problem_of_a_kernel_is_compared(turned: bool, cache: Path) -> None
     keep(other, cache)
     large = msgspec.structs.replace(PROBLEM, seqlen_q=8192, seqlen_kv=8192)
     records = [record_of(other), msgspec.structs.replace(record_of(other), problem=large)]
-    fates = [one.fate for one in restamp(records[::-1] if turned else records)]
+    fates = [outcome.fate for outcome in restamp(records[::-1] if turned else records)]
     assert fates == ([Fate.CHANGED, Fate.CARRIED] if turned else [Fate.CARRIED, Fate.CHANGED])
 
 
@@ -264,10 +231,10 @@ def test_all_evidence_is_moved_if_the_kernel_is_equal(tmp_path: Path) -> None:
         target=TARGET.name, records=(record,), receipts=receipts, times=(time_of(record, OTHER_TRITON),)
     )
     done = restamped(tmp_path / "table.json", table)
-    assert {one.digest for one in done.receipts} == {TODAY.digest, digest}
-    versions = [one.versions for one in done.receipts] + [one.versions for one in done.times]
-    assert {one.template for one in versions} == {current_versions(FAMILY.name).template}
-    assert {one.triton for one in versions} == {"99.0"}
+    assert {receipt.digest for receipt in done.receipts} == {TODAY.digest, digest}
+    versions = [receipt.versions for receipt in done.receipts] + [time.versions for time in done.times]
+    assert {version.template for version in versions} == {current_versions(FAMILY.name).template}
+    assert {version.triton for version in versions} == {"99.0"}
 
 
 def test_receipt_is_not_moved_while_a_record_needs_it(tmp_path: Path, cache: Path) -> None:
@@ -278,26 +245,8 @@ def test_receipt_is_not_moved_while_a_record_needs_it(tmp_path: Path, cache: Pat
     receipt = check_of(other.digest, msgspec.structs.replace(VERSIONS, driver="999.1"))
     table = TunedTable(target=TARGET.name, records=(record_of(other), slow), receipts=(receipt,))
     done = restamped(tmp_path / "table.json", table)
-    assert {one.kernel for one in done.records} == {TODAY.digest, other.digest}
-    assert {one.digest for one in done.receipts} == {TODAY.digest, other.digest}
-
-
-def test_self_checks_of_other_tritons_are_not_moved(tmp_path: Path, cache: Path) -> None:
-    old = renamed()
-    keep(old, cache)
-    url = str(tmp_path / "flashtune.sqlite")
-    with open_store(url) as store:
-        store.add(record_of(old))
-        store.remember_check(check_of(old.digest, OTHER_TRITON))
-    restamp_database(url)
-    with open_store(url) as store:
-        assert known_checks(store) == {old.digest}
-
-
-def test_record_deleted_concurrently_is_not_restored(tmp_path: Path) -> None:
-    with open_store(str(tmp_path / "flashtune.sqlite")) as store:
-        store.replace_records({7: record_of(TODAY)})
-        assert store.records() == []
+    assert {record.kernel for record in done.records} == {TODAY.digest, other.digest}
+    assert {moved.digest for moved in done.receipts} == {TODAY.digest, other.digest}
 
 
 @pytest.mark.parametrize("kind", ["fifo", "large", "writable by others"])

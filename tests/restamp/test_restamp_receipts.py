@@ -39,7 +39,9 @@ def table_of(record: Record, *receipts: Check) -> TunedTable:
 
 
 def places(table: TunedTable) -> set[tuple[str, str, str]]:
-    return {(one.digest, one.versions.triton, one.versions.template) for one in table.receipts}
+    return {
+        (receipt.digest, receipt.versions.triton, receipt.versions.template) for receipt in table.receipts
+    }
 
 
 def test_sibling_receipts_of_the_compared_compilers_are_moved(tmp_path: Path, cache: Path) -> None:
@@ -78,7 +80,8 @@ def test_sibling_receipt_is_moved_only_if_equal_at_each_problem(tmp_path: Path, 
 def test_receipt_is_moved_to_the_config_of_its_kernel(tmp_path: Path, cache: Path) -> None:
     configs = [CONFIG, msgspec.structs.replace(CONFIG, block_n=32)]
     own, lse = (
-        [render(FAMILY, PROBLEM, one, Specialization(lse=lse)) for one in configs] for lse in (False, True)
+        [render(FAMILY, PROBLEM, config, Specialization(lse=lse)) for config in configs]
+        for lse in (False, True)
     )
     large = msgspec.structs.replace(PROBLEM, seqlen_q=8192, seqlen_kv=8192)
     records = tuple(
@@ -91,7 +94,7 @@ def test_receipt_is_moved_to_the_config_of_its_kernel(tmp_path: Path, cache: Pat
     receipts = tuple(check_of(kernel.digest, VERSIONS) for kernel in earlier)
     table = TunedTable(target=TARGET.name, records=records, receipts=receipts)
     done = restamped(tmp_path / "table.json", table)
-    assert {one.digest for one in done.receipts} == {kernel.digest for kernel in lse}
+    assert {receipt.digest for receipt in done.receipts} == {kernel.digest for kernel in lse}
 
 
 def test_receipts_of_another_triton_are_moved_to_a_current_record(tmp_path: Path, cache: Path) -> None:
@@ -105,7 +108,7 @@ def test_receipts_of_another_triton_are_moved_to_a_current_record(tmp_path: Path
     done = restamped(tmp_path / "table.json", table)
     assert done.records == table.records
     here = current_versions(FAMILY.name)
-    assert places(done) == {(one.digest, here.triton, here.template) for one in (TODAY, SIBLING)}
+    assert places(done) == {(rendered.digest, here.triton, here.template) for rendered in (TODAY, SIBLING)}
 
 
 def test_command_counts_moved_receipts(tmp_path: Path, cache: Path) -> None:
@@ -115,4 +118,7 @@ def test_command_counts_moved_receipts(tmp_path: Path, cache: Path) -> None:
     path.write_bytes(dump_table(table_of(record_of(TODAY), check_of(other.digest, VERSIONS))))
     arguments = ["--table", str(path), "--json"]
     counts = [json.loads(CliRunner().invoke(main, arguments).stdout) for _ in range(2)]
-    assert [(one["carried"], one["current"], one["receipts"]) for one in counts] == [(1, 0, 1), (0, 1, 0)]
+    assert [(count["carried"], count["current"], count["receipts"]) for count in counts] == [
+        (1, 0, 1),
+        (0, 1, 0),
+    ]

@@ -12,20 +12,16 @@ from triton.runtime import driver
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Causal, Dtype, Problem
 from flashtune.core.record import Measurement, Outcome, PeerTime, Provenance, Record, Verdict
-from flashtune.core.session import SESSION
-from flashtune.core.target import find_target
-from flashtune.dispatch import decision, masked_sdpa, sdpa
-from flashtune.dispatch.bound_request import BoundRequest
+from flashtune.dispatch import decision
 from flashtune.dispatch.versions import current_versions
 from flashtune.launch import launch, workspaces
 from flashtune.launch.workspaces import Memory
-from flashtune.runtime import backward_executors, deferred, kernel_fallback, passes
+from flashtune.runtime.session import SESSION
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from tests.emulator.tensor_maps import Driver
-from tests.support.machine import Machine
-
-TARGET = find_target("h200")
+from tests.support.machine import TARGET, Machine
+from tests.support.runtime import forget_all, using
 
 
 @pytest.fixture(autouse=True)
@@ -33,8 +29,8 @@ def fresh_runtime() -> Iterator[None]:
     """Every test meets shapes, kernels and matters for the first time."""
 
     def forget() -> None:
-        deferred.wait()
-        SESSION.reset()
+        SESSION.wait()
+        forget_all()
 
     forget()
     yield
@@ -122,22 +118,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Driver:
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     fake = Machine()
-    monkeypatch.setattr(BoundRequest, "target", TARGET)
-    monkeypatch.setattr(deferred, "device_target", lambda index: TARGET)
-    for module in (decision, deferred):
-        monkeypatch.setattr(module, "tuned_records", lambda name: fake.tables)
-    monkeypatch.setattr(decision, "check_device", lambda request: None)
     # Tests use float32, and SDPA would serve without timed kernels.
     monkeypatch.setattr(decision, "is_untrusted", lambda *_: False)
-    for module in (sdpa, masked_sdpa):
-        monkeypatch.setattr(module, "chosen_backend", lambda *_: fake.usual)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(kernel_fallback, "binary_of", fake.binary_of)
-    monkeypatch.setattr(passes, "bind", fake.bind)
-    monkeypatch.setattr(kernel_fallback, "preloading", fake.preloading)
-    monkeypatch.setattr(kernel_fallback, "passes_self_check", fake.passes)
-    monkeypatch.setattr(backward_executors, "bind", fake.bind)
-    monkeypatch.setattr(deferred._compiler, "prepare", lambda *_: None)
-    return fake
+    with using(fake, fake, fake.compiler):
+        yield fake

@@ -19,10 +19,10 @@ from flashtune.recording.recorder import CallCount, add_counts, read_counts
 
 def test_file_permissions_are_preserved(problem: Problem, file: Path) -> None:
     count = CallCount(problem, Specialization(), 1)
-    usual = file.with_name("usual")
-    usual.touch()
+    other = file.with_name("usual")
+    other.touch()
     add_counts(file, [count])
-    assert file.stat().st_mode == usual.stat().st_mode
+    assert file.stat().st_mode == other.stat().st_mode
     file.chmod(0o640)
     add_counts(file, [count])
     assert file.stat().st_mode & 0o777 == 0o640
@@ -79,10 +79,10 @@ def test_malformed_files_raise_one_sentence(content: bytes, tmp_path_factory: py
     path.write_bytes(content)
     sentence = ""
     try:
-        found = read_counts(path)
+        counts = read_counts(path)
     except UsageError as error:
-        sentence, found = str(error), ()
-    assert found == ()
+        sentence, counts = str(error), ()
+    assert counts == ()
     assert len(sentence) < 1000
     assert "\n" not in sentence
 

@@ -17,14 +17,17 @@ import flashtune
 from flashtune.core.notices import FlashtuneWarning
 from flashtune.core.problem import Causal, Direction, Problem
 from flashtune.core.record import Record
-from flashtune.recording.recorder import read_counts, record_calls
+from flashtune.dispatch.tables import Tables
+from flashtune.recording.recorder import read_counts
 from flashtune.request.call import Call, dense_call, varlen_call
-from flashtune.runtime import background, deferred
+from flashtune.runtime import background, buckets
 from flashtune.runtime.background import Worker
+from flashtune.runtime.buckets import REFUSED
 from flashtune.runtime.gradients import BackwardInputs
+from flashtune.runtime.session import SESSION, Session, record_calls
 from flashtune.templates.registry import find_family
-from tests.runtime.conftest import TARGET
-from tests.support.machine import Machine, expected, inputs, tuned
+from tests.support.machine import TARGET, Machine, expected, inputs, tuned
+from tests.support.runtime import using
 from tests.support.unfused import unfused
 
 Make = Callable[..., Record]
@@ -36,11 +39,17 @@ def called(problem: Problem, **options: Any) -> Call:
     return dense_call(*inputs(problem), causal=True, **options)
 
 
+def ready(call: Call, usual: str | None = USUAL, caller: str = "", session: Session = SESSION) -> Any:
+    """The executor, or None if the replaced operator serves the call."""
+    entry = session.entry(call, usual, caller=caller)
+    return None if entry is None or entry.passes is None else entry.passes.executor
+
+
 def served(call: Call, usual: str | None = USUAL) -> Any:
     """The executor after all preparations."""
-    deferred.ready(call, usual)
-    deferred.wait()
-    return deferred.ready(call, usual)
+    ready(call, usual)
+    SESSION.wait()
+    return ready(call, usual)
 
 
 def with_lengths(problem: Problem, seqlen_q: int, seqlen_kv: int, batch: int = 2) -> Problem:
@@ -60,7 +69,7 @@ def test_a_faster_kernel_serves_after_its_preparation(
 ) -> None:
     tuned(machine, make_record(problem, peers=FASTER))
     call = called(problem)
-    assert deferred.ready(call, USUAL) is None
+    assert ready(call, USUAL) is None
     executor = served(call)
     torch.testing.assert_close(
         executor(*call[:3], None, call.side), expected(call.q, call.k, call.v), atol=0, rtol=0
@@ -74,7 +83,7 @@ def test_the_replaced_operator_serves_unless_it_is_known_to_be_slower(
     tuned(machine, make_record(problem, peers=peers))
     call = called(problem)
     assert served(call) is None
-    kind = deferred.entry_of(call, USUAL)
+    kind = SESSION.entry(call, USUAL)
     assert kind is not None
     assert kind.is_refused
     assert not machine.kernels
@@ -88,10 +97,10 @@ def test_the_worker_loads_the_kernel_that_clears_rows(
     def loaded(*_: object) -> None:
         threads.append(threading.current_thread().name)
 
-    monkeypatch.setattr(deferred, "clearer_of", loaded)
+    monkeypatch.setattr(buckets, "clearer_of", loaded)
     q, starts = torch.randn(40, 2, 64), torch.tensor([0, 10, 40], dtype=torch.int32)
-    deferred.ready(varlen_call(q, q, q, starts, starts, 30, 30), None)
-    deferred.wait()
+    ready(varlen_call(q, q, q, starts, starts, 30, 30), None)
+    SESSION.wait()
     assert threads == ["flashtune-prepare"]
 
 
@@ -101,7 +110,7 @@ def test_tensors_with_their_sign_in_a_flag_are_passed_on(
     tuned(machine, make_record(problem, peers=FASTER))
     call = called(problem)
     assert served(call) is not None
-    assert deferred.ready(call._replace(k=torch._neg_view(call.k)), USUAL) is None
+    assert ready(call._replace(k=torch._neg_view(call.k)), USUAL) is None
 
 
 def test_kernels_serve_where_no_operator_was_measured(
@@ -119,12 +128,12 @@ def test_new_lengths_of_a_bucket_are_served_at_once(
     prepared = machine.steps.count("compile")
     for length in range(301, 311):
         call = called(with_lengths(problem, length, length))
-        executor = deferred.ready(call, USUAL)
+        executor = ready(call, USUAL)
         assert executor is not None
         out = executor(*call[:3], None, call.side)
         torch.testing.assert_close(out, expected(call.q, call.k, call.v), atol=0, rtol=0)
     assert machine.steps.count("compile") == prepared
-    assert deferred.ready(called(with_lengths(problem, 200, 200)), USUAL) is None
+    assert ready(called(with_lengths(problem, 200, 200)), USUAL) is None
 
 
 def test_explanations_name_the_caller(machine: Machine, problem: Problem, make_record: Make) -> None:
@@ -132,8 +141,8 @@ def test_explanations_name_the_caller(machine: Machine, problem: Problem, make_r
     call = called(problem)
     assert "called by" not in str(flashtune.explain(*call[:3], causal=True))
     for _ in range(2):
-        deferred.ready(call, USUAL, "torch")
-        deferred.wait()
+        ready(call, USUAL, "torch")
+        SESSION.wait()
     explanation = flashtune.explain(*call[:3], causal=True)
     assert explanation.caller == "torch"
     assert "called by flashtune.integrations.torch" in str(explanation)
@@ -157,22 +166,16 @@ def test_a_tuned_problem_has_its_own_bucket(machine: Machine, problem: Problem, 
     assert served(called(with_lengths(problem, 301, 301))) is not None
 
 
-def test_one_thread_prepares_all_buckets(machine: Machine, problem: Problem, monkeypatch: Any) -> None:
-    threads, release = set(), threading.Event()
-
-    def chosen(*_: object) -> None:
-        threads.add(threading.current_thread().name)
-        release.wait(600)
-
+def test_one_thread_prepares_all_buckets(machine: Machine, problem: Problem) -> None:
     served(called(problem))
-    monkeypatch.setattr(deferred, "_chosen", chosen)
+    machine.compiler.release.clear()
     for batch in (1, 2, 4, 8):
-        assert deferred.ready(called(with_lengths(problem, 64, 64, batch)), USUAL) is None
-    assert [one.name for one in threading.enumerate()].count("flashtune-prepare") == 1
-    assert not deferred.wait(0.01)
-    release.set()
-    assert deferred.wait(600)
-    assert threads == {"flashtune-prepare"}
+        assert ready(called(with_lengths(problem, 64, 64, batch)), None) is None
+    assert [thread.name for thread in threading.enumerate()].count("flashtune-prepare") == 1
+    assert not SESSION.wait(0.01)
+    machine.compiler.release.set()
+    assert SESSION.wait(600)
+    assert machine.compiler.threads == {"flashtune-prepare"}
 
 
 def test_a_failed_bucket_is_remembered_with_one_warning(
@@ -191,30 +194,30 @@ def test_a_failed_bucket_is_remembered_with_one_warning(
     assert len(machine.checked) <= checks + 1
 
 
-def test_an_unexpected_error_reaches_no_call(machine: Machine, problem: Problem, monkeypatch: Any) -> None:
-    def chosen(*_: object) -> None:
-        raise AssertionError("a defect")
-
-    monkeypatch.setattr(deferred, "_chosen", chosen)
+def test_an_unexpected_error_reaches_no_call(machine: Machine, problem: Problem) -> None:
+    machine.compiler.failure = AssertionError("a defect")
     with pytest.warns(FlashtuneWarning, match="a defect"):
-        assert served(called(problem)) is None
+        assert served(called(problem), None) is None
 
 
-def test_records_that_cannot_be_loaded_refuse_all_calls(
-    machine: Machine, problem: Problem, monkeypatch: Any
-) -> None:
-    loads: list[str] = []
+class WithoutRecords(Machine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.loads = 0
 
-    def fails(name: str) -> None:
-        loads.append(name)
+    def records(self, target: object) -> Tables:
+        self.loads += 1
         raise OSError("a full disk")
 
-    monkeypatch.setattr(deferred, "tuned_records", fails)
-    with pytest.warns(FlashtuneWarning, match="a full disk") as warned:
-        assert served(called(problem)) is None
-    assert served(called(with_lengths(problem, 64, 64))) is None
-    assert len(warned) == len(loads) == 1
-    assert deferred.entry_of(called(problem), USUAL) is deferred.REFUSED
+
+def test_records_that_cannot_be_loaded_refuse_all_calls(problem: Problem) -> None:
+    broken = WithoutRecords()
+    with using(broken, broken, broken.compiler):
+        with pytest.warns(FlashtuneWarning, match="a full disk") as warned:
+            assert served(called(problem)) is None
+        assert served(called(with_lengths(problem, 64, 64))) is None
+        assert len(warned) == broken.loads == 1
+        assert SESSION.entry(called(problem), USUAL) is REFUSED
 
 
 def test_a_launch_that_cannot_be_bound_is_refused(
@@ -226,49 +229,49 @@ def test_a_launch_that_cannot_be_bound_is_refused(
         assert served(called(problem)) is None
 
 
-def test_a_capture_neither_queues_nor_binds(
-    machine: Machine, problem: Problem, make_record: Make, monkeypatch: Any
-) -> None:
+def test_a_capture_neither_queues_nor_binds(machine: Machine, problem: Problem, make_record: Make) -> None:
     tuned(machine, make_record(problem, peers=FASTER))
-    capturing = True
-    monkeypatch.setattr(deferred, "is_capturing", lambda tensor: capturing)
+    machine.capturing = True
     first, second = called(problem), called(with_lengths(problem, 511, 511))
     assert served(first) is None
-    assert not deferred._entries
-    capturing = False
+    assert not SESSION.entries
+    machine.capturing = False
     assert served(first) is not None
-    capturing = True
-    assert deferred.ready(first, USUAL) is not None
-    assert deferred.ready(second, USUAL) is None
-    capturing = False
-    assert deferred.ready(second, USUAL) is not None
+    machine.capturing = True
+    assert ready(first) is not None
+    assert ready(second) is None
+    machine.capturing = False
+    assert ready(second) is not None
 
 
-def test_a_full_queue_is_not_made_longer(machine: Machine, problem: Problem, monkeypatch: Any) -> None:
-    served(called(problem))
-    monkeypatch.setattr(deferred, "QUEUE_LIMIT", 2)
-    release = threading.Event()
-    monkeypatch.setattr(deferred, "_chosen", lambda *_: release.wait(600) and None)
+def test_a_full_queue_is_not_made_longer(machine: Machine, problem: Problem) -> None:
+    session = Session(machine, machine, machine.compiler, queue_limit=2)
+    ready(called(problem), session=session)
+    session.wait()
+    machine.compiler.release.clear()
     for batch in (1, 4, 8, 16, 32, 64):
-        deferred.ready(called(with_lengths(problem, 8, 8, batch)), USUAL)
-    kinds = len(deferred._entries)
-    release.set()
+        ready(called(with_lengths(problem, 8, 8, batch)), None, session=session)
+    kinds = len(session.entries)
+    machine.compiler.release.set()
     assert kinds <= 1 + 3
-    deferred.wait()
-    assert served(called(with_lengths(problem, 8, 8, 64))) is None
+    session.wait()
+    machine.compiler.release.clear()
+    is_new = ready(called(with_lengths(problem, 8, 8, 64)), None, session=session) is None
+    machine.compiler.release.set()
+    assert is_new
+    session.wait()
 
 
-def test_preparations_keep_no_tensors(machine: Machine, problem: Problem, monkeypatch: Any) -> None:
+def test_preparations_keep_no_tensors(machine: Machine, problem: Problem) -> None:
     served(called(problem))
-    release = threading.Event()
-    monkeypatch.setattr(deferred, "_chosen", lambda *_: release.wait(600) and None)
+    machine.compiler.release.clear()
     call = called(with_lengths(problem, 64, 64))
     alive = [weakref.ref(tensor) for tensor in call[:3]]
-    deferred.ready(call, USUAL)
+    ready(call, None)
     del call
     gc.collect()
-    left = [one for one in alive if one() is not None]
-    release.set()
+    left = [reference for reference in alive if reference() is not None]
+    machine.compiler.release.set()
     assert not left
 
 
@@ -281,14 +284,14 @@ def test_threads_get_the_same_bits(machine: Machine, problem: Problem, make_reco
 
     def run() -> None:
         for _ in range(5):
-            executor = deferred.ready(call, USUAL)
+            executor = ready(call)
             if executor is not None:
                 served_by_kernels.append(executor)
                 out = executor(*call[:3], None, call.side)
                 if not (isinstance(out, torch.Tensor) and torch.equal(out, want)):
                     wrong.append(executor)
             else:
-                deferred.wait()
+                SESSION.wait()
 
     threads = [threading.Thread(target=run) for _ in range(4)]
     for thread in threads:
@@ -325,10 +328,10 @@ def test_both_passes_are_chosen_together(
         return
     out = executor(q, k, v, None, call.side)
     dout = torch.randn_like(out)
-    found = torch.autograd.grad(out, (q, k, v), dout)
+    gradients = torch.autograd.grad(out, (q, k, v), dout)
     want, _ = unfused(q, k, v, scale=0.125, causal=Causal.BOTTOM_RIGHT)
-    for one, other in zip(found, torch.autograd.grad(want, (q, k, v), dout), strict=True):
-        torch.testing.assert_close(one, other)
+    for gradient, other in zip(gradients, torch.autograd.grad(want, (q, k, v), dout), strict=True):
+        torch.testing.assert_close(gradient, other)
 
 
 @pytest.mark.parametrize("is_trained", [False, True])
@@ -340,21 +343,21 @@ def test_a_bias_has_a_gradient_if_it_requires_grad(
     bias = torch.zeros(problem.seqlen_q, problem.seqlen_kv, dtype=q.dtype)
     call = dense_call(q, k, v, causal=True, attn_bias=bias.requires_grad_(is_trained))
     assert served(call, None) is not None
-    kind = deferred.entry_of(call, None)
+    kind = SESSION.entry(call, None)
     assert kind is not None
     assert kind.has_best_tensors
-    (backward,) = (one for one in machine.kernels if one.writes("dq"))
+    (backward,) = (kernel for kernel in machine.kernels if kernel.writes("dq"))
     assert backward.writes("dbias") is is_trained
 
 
 def test_passes_serve_without_autograd(machine: Machine, problem: Problem, make_record: Make) -> None:
     tuned(machine, make_record(problem, peers=FASTER), backward_record(make_record, problem, FASTER))
     call = called(problem)
-    deferred.entry_of(call, USUAL, needs_grad=True)
-    deferred.wait()
-    kind = deferred.entry_of(call, USUAL, needs_grad=True)
+    SESSION.entry(call, USUAL, needs_grad=True)
+    SESSION.wait()
+    kind = SESSION.entry(call, USUAL, needs_grad=True)
     assert kind is not None
-    deferred.wait()
+    SESSION.wait()
     passes = kind.passes
     assert passes is not None
     assert passes.backward is not None
@@ -362,17 +365,17 @@ def test_passes_serve_without_autograd(machine: Machine, problem: Problem, make_
     want, want_lse = unfused(*call[:3], scale=0.125, causal=Causal.BOTTOM_RIGHT, return_lse=True)
     torch.testing.assert_close(out, want)
     torch.testing.assert_close(lse, want_lse)
-    found = passes.backward(BackwardInputs(*call[:3], out, lse, torch.ones_like(out), None, None))
-    assert found.dq.shape == call.q.shape
+    gradients = passes.backward(BackwardInputs(*call[:3], out, lse, torch.ones_like(out), None, None))
+    assert gradients.dq.shape == call.q.shape
 
 
 def test_invalid_calls_are_refused_without_an_error(machine: Machine, problem: Problem) -> None:
     q, k, v = inputs(problem)
     served(called(problem))
-    assert deferred.ready(dense_call(q, k[..., :32], v), USUAL) is None
-    assert deferred.ready(dense_call(q, k, v, scale=-1.0), USUAL) is None
-    assert deferred.ready(dense_call(q[:, :, :0], k, v), USUAL) is None
-    assert deferred.ready(dense_call(q, None, v), USUAL) is None  # type: ignore[arg-type]
+    assert ready(dense_call(q, k[..., :32], v), USUAL) is None
+    assert ready(dense_call(q, k, v, scale=-1.0), USUAL) is None
+    assert ready(dense_call(q[:, :, :0], k, v), USUAL) is None
+    assert ready(dense_call(q, None, v), USUAL) is None  # type: ignore[arg-type]
 
 
 def test_calls_that_are_passed_on_are_recorded_too(
@@ -384,12 +387,12 @@ def test_calls_that_are_passed_on_are_recorded_too(
         assert served(call) is None
         calls = 3
         for _ in range(calls):
-            deferred.ready(call, USUAL)
+            ready(call, USUAL)
     (count,) = read_counts(file)
     assert count.problem == problem
     # The first call came before the records were loaded.
     assert count.calls == calls + 1
-    assert not deferred._entries
+    assert not SESSION.entries
 
 
 def test_a_worker_goes_on_after_an_error(recwarn: Any) -> None:
@@ -440,10 +443,9 @@ def test_a_forked_process_has_the_usual_switch_interval() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def test_an_idle_worker_ends(monkeypatch: Any) -> None:
-    monkeypatch.setattr(background, "LINGER_SECONDS", 0.05)
+def test_an_idle_worker_ends() -> None:
     ended, done = threading.Event(), threading.Event()
-    worker = Worker("test-worker", ended.set)
+    worker = Worker("test-worker", ended.set, linger=0.05)
     worker.put(done.set, 8)
     assert ended.wait(600)
     assert done.is_set()

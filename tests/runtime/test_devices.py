@@ -9,6 +9,8 @@ import msgspec
 import pytest
 import torch
 
+from flashtune.dispatch.platform import Platform
+from flashtune.launch.binding import bind
 from flashtune.request.call import dense_call
 from flashtune.request.read_call import read_call
 from flashtune.request.request import Request
@@ -67,8 +69,8 @@ def test_gradients_are_on_the_devices_of_their_inputs(
     q, out = torch.zeros(1, 2, 16, 64), torch.zeros(1, 2, 16, 64)
     on_current_device = torch.ones(1, 2, 16, 64)
     choice = SimpleNamespace(kernel=SimpleNamespace(writes=lambda _: False))
-    backward = BoundBackward(choice, request_on_gpu)  # type: ignore[arg-type]
+    backward = BoundBackward(choice, request_on_gpu, Platform(), bind)  # type: ignore[arg-type]
     bound = Bound(lambda *_: None, *(lambda: on_current_device,) * 3)
     backward._launches[(q.stride(),) * 5] = bound
-    found = backward.plainly(BackwardInputs(q, q, q, out, torch.zeros(1, 2, 16), out, None, None))
-    assert [gradient is on_current_device for gradient in found[:3]] == [current == 3] * 3
+    gradients = backward.plainly(BackwardInputs(q, q, q, out, torch.zeros(1, 2, 16), out, None, None))
+    assert [gradient is on_current_device for gradient in gradients[:3]] == [current == 3] * 3

@@ -16,8 +16,8 @@ from flashtune.core.notices import FlashtuneWarning
 from flashtune.core.problem import Direction, Problem
 from flashtune.dispatch import sdpa
 from flashtune.recording import recorder
-from flashtune.recording.recorder import MAX_CALLS, CallCount, merged, read_counts
-from flashtune.runtime import backward_executors, call_cache, passes
+from flashtune.recording.recorder import MAX_CALLS, CallCount, counted, merged, read_counts
+from flashtune.runtime.session import SESSION
 from tests.runtime.conftest import MakeRecord
 from tests.support.machine import Machine, inputs, tuned
 
@@ -61,14 +61,14 @@ def test_executors_are_not_wrapped_without_recording(problem: Problem, file: Pat
     def serve(number: int) -> int:
         return number
 
-    assert recorder.counted(serve, problem, Specialization()) is serve
+    assert counted(serve, (), problem, Specialization()) is serve
     with flashtune.record_calls(file):
         flashtune.attention(*inputs(problem), causal=True)
-        assert {server.__name__ for server in call_cache._executors.values()} == {"run"}
-        assert all(hasattr(server, "__wrapped__") for server in call_cache._executors.values())
-    assert not call_cache._executors
+        assert {server.__name__ for server in SESSION.executors.values()} == {"run"}
+        assert all(hasattr(server, "__wrapped__") for server in SESSION.executors.values())
+    assert not SESSION.executors
     flashtune.attention(*inputs(problem), causal=True)
-    assert not any(hasattr(server, "__wrapped__") for server in call_cache._executors.values())
+    assert not any(hasattr(server, "__wrapped__") for server in SESSION.executors.values())
 
 
 def test_plan_created_while_recording_is_counted(problem: Problem, file: Path) -> None:
@@ -91,9 +91,9 @@ def test_calls_are_counted_by_alignment(
     with flashtune.record_calls(file):
         flashtune.attention(q, k, v, causal=True)
         flashtune.attention(odd, k, v, causal=True)
-    found = read_counts(file)
-    assert {count.specialization.alignment for count in found} == {Alignment.SIXTEEN, Alignment.ANY}
-    assert {count.problem for count in found} == {problem}
+    counts = read_counts(file)
+    assert {count.specialization.alignment for count in counts} == {Alignment.SIXTEEN, Alignment.ANY}
+    assert {count.problem for count in counts} == {problem}
 
 
 def test_empty_and_float64_calls_are_not_recorded(problem: Problem, file: Path) -> None:
@@ -111,18 +111,18 @@ def test_calls_that_need_gradients_are_counted_for_both_passes(problem: Problem,
     with flashtune.record_calls(file):
         for _ in range(3):
             flashtune.attention(q.requires_grad_(), k, v, causal=True)
-    found = {count.problem: (count.calls, count.specialization.lse) for count in read_counts(file)}
+    counts = {count.problem: (count.calls, count.specialization.lse) for count in read_counts(file)}
     backward = msgspec.structs.replace(problem, direction=Direction.BACKWARD)
-    assert found == {problem: (3, True), backward: (3, False)}
+    assert counts == {problem: (3, True), backward: (3, False)}
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::flashtune.core.notices.FlashtuneWarning")
 def test_both_passes_of_compiled_programs_are_recorded(
-    problem: Problem, file: Path, monkeypatch: pytest.MonkeyPatch
+    machine: Machine, problem: Problem, file: Path
 ) -> None:
     torch._dynamo.reset()
-    monkeypatch.setattr(backward_executors, "bind", lambda *_, **__: lambda *_: None)
+    machine.launch = lambda *_, **__: lambda *_: None
     backward = msgspec.structs.replace(problem, direction=Direction.BACKWARD)
 
     def loss(*tensors: torch.Tensor) -> torch.Tensor:
@@ -135,10 +135,8 @@ def test_both_passes_of_compiled_programs_are_recorded(
     assert {count.problem: count.calls for count in read_counts(file)} == {problem: 2, backward: 2}
 
 
-def test_calls_are_recorded_with_their_features(
-    problem: Problem, file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(passes, "bind", lambda *_, **__: lambda *_: None)
+def test_calls_are_recorded_with_their_features(machine: Machine, problem: Problem, file: Path) -> None:
+    machine.launch = lambda *_, **__: lambda *_: None
     q, k, v = inputs(problem)
     with flashtune.record_calls(file):
         for _ in range(2):
@@ -165,7 +163,7 @@ def test_interrupted_program_is_recorded(problem: Problem, file: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt), flashtune.record_calls(file):
         program()
-    assert not recorder.recording()
+    assert not SESSION.recordings
     assert [count.calls for count in read_counts(file)] == [1]
 
 
@@ -189,12 +187,13 @@ def test_merge_keeps_the_problems_with_most_calls(problem: Problem) -> None:
 PROGRAM = """
 import warnings
 warnings.simplefilter("error")
-from flashtune.recording import recorder as recording
+from flashtune.recording.recorder import counted
+from flashtune.runtime.session import SESSION
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Dtype, Problem
 problem = Problem(dtype=Dtype.BF16, head_dim=64, value_head_dim=64, heads=1, kv_heads=1, batch=1,
                   seqlen_q=8, seqlen_kv=8)
-serve = recording.counted(abs, problem, Specialization())
+serve = counted(abs, SESSION.recordings, problem, Specialization())
 print(serve(-1), serve(-2))
 """
 
@@ -220,7 +219,7 @@ def test_invalid_file_in_environment_variable_causes_a_warning(file: Path) -> No
 
 def test_variable_that_names_no_file_does_not_fail_the_import() -> None:
     environment = {**os.environ, RECORD_VARIABLE: "x" * 300}
-    argv = [sys.executable, "-c", "import flashtune.recording.recorder"]
+    argv = [sys.executable, "-c", "import flashtune.runtime.session"]
     told = subprocess.run(argv, env=environment, capture_output=True, text=True, check=False)
     assert told.returncode == 0, told.stderr
     assert "FLASHTUNE_RECORD is too long for a path" in told.stderr

@@ -6,33 +6,25 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
 
-import flashtune.verification.check
 from flashtune.core.errors import KernelError
 from flashtune.core.kernel import Kernel
 from flashtune.core.notices import FlashtuneWarning
 from flashtune.core.problem import Problem
 from flashtune.core.record import Record, Verdict
-from flashtune.core.session import SESSION
 from flashtune.core.target import find_target
 from flashtune.db.codec import Check
 from flashtune.db.store import open_store
 from flashtune.dispatch.versions import current_versions
+from flashtune.launch.compilation import kernel_folder
 from flashtune.launch.kernel_cache import kernel_of
-from flashtune.runtime import self_check
-from flashtune.runtime.self_check import (
-    known_seconds,
-    known_verdict,
-    passes_self_check,
-    preloading,
-)
-from flashtune.verification import check
+from flashtune.runtime.self_check import SelfChecks
 
 Make = Callable[..., Record]
 TARGET = find_target("h200")
@@ -56,23 +48,21 @@ def kernel_for(record: Record) -> Kernel:
 
 
 @pytest.mark.parametrize("passed", [True, False])
-def test_verdict_is_cached_in_process_and_database(
-    problem: Problem, make_record: Make, monkeypatch: pytest.MonkeyPatch, passed: bool
-) -> None:
+def test_verdict_is_cached_in_process_and_database(problem: Problem, make_record: Make, passed: bool) -> None:
     checker = Checker(passed)
-    monkeypatch.setattr(check, "check_rendered", checker)
+    checks = SelfChecks(checker)
     record = make_record(problem)
     kernel = kernel_for(record)
     assert record.config is not None
-    assert known_verdict(kernel, TARGET) is None
+    assert checks.known_verdict(kernel, TARGET) is None
     for _ in range(3):
-        assert passes_self_check(kernel, problem, record.config, TARGET, DEVICE) is passed
+        assert checks.passes(kernel, problem, record.config, TARGET, DEVICE) is passed
     assert checker.calls == 1
-    SESSION.reset()
-    assert passes_self_check(kernel, problem, record.config, TARGET, DEVICE) is passed
+    checks = SelfChecks(checker)
+    assert checks.passes(kernel, problem, record.config, TARGET, DEVICE) is passed
     assert checker.calls == 1, "the database remembers for other processes"
-    SESSION.reset()
-    assert known_verdict(kernel, find_target("a100")) is None
+    checks = SelfChecks(checker)
+    assert checks.known_verdict(kernel, find_target("a100")) is None
 
 
 def test_verdict_under_other_versions_is_ignored(problem: Problem, make_record: Make) -> None:
@@ -83,77 +73,69 @@ def test_verdict_under_other_versions_is_ignored(problem: Problem, make_record: 
         store.remember_check(
             Check(digest=kernel.digest, target=TARGET.name, versions=versions, verdict=Checker(True).verdict)
         )
-    assert known_verdict(kernel, TARGET) is None
+    assert SelfChecks().known_verdict(kernel, TARGET) is None
 
 
 def test_unreachable_database_causes_a_check_in_every_process(
-    problem: Problem, make_record: Make, monkeypatch: pytest.MonkeyPatch, own_database: Path
+    problem: Problem, make_record: Make, own_database: Path
 ) -> None:
     own_database.write_bytes(b"no database at all, but long enough to be read as one" * 40)
     checker = Checker(True)
-    monkeypatch.setattr(check, "check_rendered", checker)
+    checks = SelfChecks(checker)
     record = make_record(problem)
     assert record.config is not None
     kernel = kernel_for(record)
     with pytest.warns(FlashtuneWarning, match="checked again in every process"):
-        assert passes_self_check(kernel, problem, record.config, TARGET, DEVICE)
+        assert checks.passes(kernel, problem, record.config, TARGET, DEVICE)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert passes_self_check(kernel, problem, record.config, TARGET, DEVICE)
+        assert checks.passes(kernel, problem, record.config, TARGET, DEVICE)
     assert checker.calls == 1
 
 
-def test_launch_failure_stores_no_verdict(
-    problem: Problem, make_record: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_launch_failure_stores_no_verdict(problem: Problem, make_record: Make) -> None:
     def fail(*_: object, compiled: object) -> Verdict:
         raise KernelError("out of resources")
 
-    monkeypatch.setattr(check, "check_rendered", fail)
+    checks = SelfChecks(fail)
     record = make_record(problem)
     assert record.config is not None
     with pytest.raises(KernelError):
-        passes_self_check(kernel_for(record), problem, record.config, TARGET, DEVICE)
-    assert known_verdict(kernel_for(record), TARGET) is None
+        checks.passes(kernel_for(record), problem, record.config, TARGET, DEVICE)
+    assert checks.known_verdict(kernel_for(record), TARGET) is None
 
 
-def test_duration_of_a_check_is_stored(
-    problem: Problem, make_record: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(check, "check_rendered", Checker(True))
+def test_duration_of_a_check_is_stored(problem: Problem, make_record: Make) -> None:
+    checks = SelfChecks(Checker(True))
     record = make_record(problem)
     assert record.config is not None
     kernel = kernel_for(record)
-    assert known_seconds(kernel, TARGET) is None
-    passes_self_check(kernel, problem, record.config, TARGET, DEVICE)
-    seconds = known_seconds(kernel, TARGET)
+    assert checks.known_seconds(kernel, TARGET) is None
+    checks.passes(kernel, problem, record.config, TARGET, DEVICE)
+    seconds = checks.known_seconds(kernel, TARGET)
     assert seconds is not None
     assert 0 <= seconds < 1
 
 
-def test_verdict_of_another_process_is_used_after_the_wait(
-    problem: Problem, make_record: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_verdict_of_another_process_is_used_after_the_wait(problem: Problem, make_record: Make) -> None:
     checker = Checker(True)
-    monkeypatch.setattr(check, "check_rendered", checker)
+    checks = SelfChecks(checker)
     record = make_record(problem)
     assert record.config is not None
     kernel = kernel_for(record)
-    one_of_many = self_check._one_of_many
 
-    @contextlib.contextmanager
-    def after_another(kernel: Kernel) -> Iterator[None]:
-        with one_of_many(kernel):
-            with open_store() as store:
-                versions = current_versions(kernel.family)
-                wrong = Checker(False).verdict
-                store.remember_check(
-                    Check(digest=kernel.digest, target=TARGET.name, versions=versions, verdict=wrong)
-                )
-            yield
+    def after_another() -> Path:
+        """Returns the folder of the lock, for which another process waited that has stored its verdict."""
+        with open_store() as store:
+            versions = current_versions(kernel.family)
+            wrong = Checker(False).verdict
+            store.remember_check(
+                Check(digest=kernel.digest, target=TARGET.name, versions=versions, verdict=wrong)
+            )
+        return kernel_folder()
 
-    monkeypatch.setattr(self_check, "_one_of_many", after_another)
-    assert not passes_self_check(kernel, problem, record.config, TARGET, DEVICE)
+    checks = SelfChecks(checker, folder=after_another)
+    assert not checks.passes(kernel, problem, record.config, TARGET, DEVICE)
     assert checker.calls == 0
 
 
@@ -178,32 +160,31 @@ class FakePreload:
 @pytest.fixture
 def entered(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Devices and streams without a GPU: those that were entered."""
-    found: list[object] = []
+    contexts: list[object] = []
 
-    def enter(one: object) -> contextlib.AbstractContextManager[None]:
-        found.append(one)
+    def enter(context: object) -> contextlib.AbstractContextManager[None]:
+        contexts.append(context)
         return contextlib.nullcontext()
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the caller's on {device}")
     monkeypatch.setattr(torch.cuda, "stream", enter)
     monkeypatch.setattr(torch.cuda, "device", enter)
-    return found
+    return contexts
 
 
 @pytest.mark.parametrize("error", [None, KernelError("does not compile")], ids=str)
 def test_preload_runs_while_the_kernel_compiles(
     problem: Problem,
     make_record: Make,
-    monkeypatch: pytest.MonkeyPatch,
     entered: list[object],
     error: KernelError | None,
 ) -> None:
     preload = FakePreload()
-    monkeypatch.setattr(flashtune.verification.check, "preload", preload)
+    checks = SelfChecks(preload=preload)
     record = make_record(problem)
     assert record.config is not None
     raised = contextlib.nullcontext() if error is None else pytest.raises(KernelError)
-    with raised, preloading(kernel_for(record), problem, record.config, TARGET, DEVICE):
+    with raised, checks.preloading(kernel_for(record), problem, record.config, TARGET, DEVICE):
         assert preload.began.wait(600)
         assert not preload.ended.is_set()
         if error is not None:
@@ -213,9 +194,9 @@ def test_preload_runs_while_the_kernel_compiles(
 
 
 def test_preload_runs_once_for_kernels_of_a_kind(
-    problem: Problem, make_record: Make, monkeypatch: pytest.MonkeyPatch, entered: list[object]
+    problem: Problem, make_record: Make, entered: list[object]
 ) -> None:
-    monkeypatch.setattr(flashtune.verification.check, "preload", lambda *_: None)
+    checks = SelfChecks(preload=lambda *_: None)
     record = make_record(problem)
     assert record.config is not None
     kinds = (
@@ -224,53 +205,45 @@ def test_preload_runs_once_for_kernels_of_a_kind(
         msgspec.structs.replace(problem, window_left=9),
     )
     for kind, devices in zip(kinds, (1, 1, 2), strict=True):
-        with preloading(kernel_for(record), kind, record.config, TARGET, DEVICE):
+        with checks.preloading(kernel_for(record), kind, record.config, TARGET, DEVICE):
             pass
         assert entered.count(DEVICE) == devices
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.usefixtures("entered")
-def test_errors_of_the_preload_are_ignored(
-    problem: Problem, make_record: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_errors_of_the_preload_are_ignored(problem: Problem, make_record: Make) -> None:
     preload = FakePreload(fails=True)
-    monkeypatch.setattr(flashtune.verification.check, "preload", preload)
+    checks = SelfChecks(preload=preload)
     record = make_record(problem)
     assert record.config is not None
-    with preloading(kernel_for(record), problem, record.config, TARGET, DEVICE):
+    with checks.preloading(kernel_for(record), problem, record.config, TARGET, DEVICE):
         assert preload.began.wait(600)
 
 
-def test_verified_kernel_needs_no_preload(
-    problem: Problem, make_record: Make, monkeypatch: pytest.MonkeyPatch, entered: list[object]
-) -> None:
+def test_verified_kernel_needs_no_preload(problem: Problem, make_record: Make, entered: list[object]) -> None:
     preload = FakePreload()
-    monkeypatch.setattr(flashtune.verification.check, "preload", preload)
-    monkeypatch.setattr(check, "check_rendered", Checker(True))
+    checks = SelfChecks(Checker(True), preload)
     record = make_record(problem)
     assert record.config is not None
     kernel = kernel_for(record)
-    passes_self_check(kernel, problem, record.config, TARGET, DEVICE)
-    SESSION.reset()
-    with preloading(kernel, problem, record.config, TARGET, DEVICE):
+    checks.passes(kernel, problem, record.config, TARGET, DEVICE)
+    checks = SelfChecks(preload=preload)
+    with checks.preloading(kernel, problem, record.config, TARGET, DEVICE):
         pass
     assert not preload.began.is_set()
     assert not entered
 
 
-def test_without_a_lock_every_process_checks(
-    problem: Problem, make_record: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_without_a_lock_every_process_checks(problem: Problem, make_record: Make, tmp_path: Path) -> None:
     record = make_record(problem)
     assert record.config is not None
     kernel = kernel_for(record)
     no_folder = tmp_path / "file"
     no_folder.write_text("")
-    monkeypatch.setattr(self_check, "kernel_folder", lambda: no_folder)
     checker = Checker(True)
-    monkeypatch.setattr(check, "check_rendered", checker)
-    assert passes_self_check(kernel, problem, record.config, TARGET, DEVICE)
+    checks = SelfChecks(checker, folder=lambda: no_folder)
+    assert checks.passes(kernel, problem, record.config, TARGET, DEVICE)
     assert checker.calls == 1
 
 

@@ -52,8 +52,8 @@ def test_unaligned_tensors_of_long_calls_are_copied(
     wanted = expected(q, k, v)
     close((out,), (wanted,))
     dout = torch.randn_like(out)
-    found = torch.autograd.grad(out, (q, k, v), dout)
-    close(found, torch.autograd.grad(wanted, (q, k, v), dout))
+    gradients = torch.autograd.grad(out, (q, k, v), dout)
+    close(gradients, torch.autograd.grad(wanted, (q, k, v), dout))
     kinds = {kernel.specialization.alignment for kernel in machine.kernels}
     narrow = {Alignment.FOUR if gate == 4 else Alignment.ANY}
     assert kinds == narrow if unaligned and not long else not kinds & {Alignment.FOUR, Alignment.ANY}

@@ -21,16 +21,16 @@ def tensors(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v with head dims 24, 24, 16 and a batch of 2."""
     shapes = ((heads[0], lengths[0], 24), (heads[1], lengths[1], 24), (heads[1], lengths[1], 16))
-    found = []
+    made = []
     for head, seqlen, width in shapes:
         if layout == "bhsd":
             tensor = torch.randn(2, head, seqlen, width, device=device)
         else:
             tensor = torch.randn(2, seqlen, head, width + 1, device=device)[..., 1:].transpose(1, 2)
-        found.append(
+        made.append(
             tensor.to(dtype) if layout == "bhsd" else tensor.to(dtype, memory_format=torch.preserve_format)
         )
-    return found[0], found[1], found[2]
+    return made[0], made[1], made[2]
 
 
 @pytest.mark.slow

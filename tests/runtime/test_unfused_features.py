@@ -108,14 +108,14 @@ def test_merge_of_two_parts(layout: str) -> None:
         torch.randn(2, 4, 9, 8, dtype=torch.float64),
     )
     scores[0, 1, 2, :4] = scores[1, 3, 4] = -torch.inf
-    one, other, both = (
+    first, other, both = (
         _part(scores[..., keys], values[:, :, keys], layout) for keys in (slice(4), slice(4, 9), slice(9))
     )
-    out, lse = merge_attention(*one, *other, layout=layout)
+    out, lse = merge_attention(*first, *other, layout=layout)
     torch.testing.assert_close(out, both[0], atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(lse, both[1], atol=1e-6, rtol=1e-6)
     with pytest.raises(ProblemError, match="pass two parts of one call"):
-        merge_attention(*one, other[0][..., :3], other[1], layout=layout)
+        merge_attention(*first, other[0][..., :3], other[1], layout=layout)
 
 
 def test_merged_rows_without_keys_have_zero_gradients() -> None:
@@ -124,8 +124,8 @@ def test_merged_rows_without_keys_have_zero_gradients() -> None:
     merged, both = merge_attention(out[0], lse[0], out[1], lse[1])
     assert both[0, 0, 1] == -torch.inf
     (merged.sum() + both[0, 0, 0]).backward()
-    for given in lse:
-        torch.testing.assert_close(given.grad, torch.tensor([[[0.5, 0.0]]]))
+    for part in lse:
+        torch.testing.assert_close(part.grad, torch.tensor([[[0.5, 0.0]]]))
     for values in out:
         torch.testing.assert_close(
             values.grad, torch.tensor([0.5, 0.0])[None, None, :, None].expand(1, 1, 2, 4)

@@ -11,17 +11,14 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from flashtune.core.kernel import Kernel
 from flashtune.core.record import Outcome, Resources
-from flashtune.core.session import SESSION
 from flashtune.dispatch import decision
 from flashtune.dispatch.tables import tuned_records
 from flashtune.integrations import torch as torch_integration
 from flashtune.integrations import transformers as transformers_integration
 from flashtune.integrations.flash_attn import flash_attn_func, flash_attn_with_kvcache
-from flashtune.recording.callers import caller_of
-from flashtune.recording.recorder import read_counts, record_calls
-from flashtune.runtime import backward_executors, deferred, kernel_fallback, passes
+from flashtune.recording.recorder import read_counts
+from flashtune.runtime.session import SESSION, record_calls
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from flashtune.tuner.candidates import Candidate, SearchTask
@@ -29,9 +26,8 @@ from flashtune.tuner.cli import main
 from flashtune.tuner.execution.compile_pool import Compiled, CompilePool
 from tests.problems import sglang_objects, vllm_objects
 from tests.problems.serving_batches import CASES, DECODING, MIXED, make_batch
-from tests.runtime.conftest import TARGET
 from tests.support import attention_operators, host_stubs
-from tests.support.machine import Machine
+from tests.support.machine import TARGET, Machine
 
 pytestmark = pytest.mark.filterwarnings("ignore::flashtune.FlashtuneWarning")
 # A length that no table has. Kernels of its bucket are others.
@@ -106,12 +102,11 @@ INTEGRATIONS = ("torch", "transformers", "flash_attn", "vllm", "sglang")
 def start(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Starting]:
     """Calls on a fake H200 with its shipped table. Launches compute nothing."""
     machine.tables = tuned_records(TARGET.name)
-    for module in (passes, backward_executors):
-        monkeypatch.setattr(module, "bind", lambda *_, **__: lambda *_, **__: None)
+    machine.launch = lambda *_, **__: lambda *_, **__: None
     monkeypatch.setattr(decision, "beats", lambda *_: True)
     with ExitStack() as exits:
         yield Starting(monkeypatch, exits)
-        deferred.wait()
+        SESSION.wait()
 
 
 def first_calls(call: Call) -> None:
@@ -119,7 +114,7 @@ def first_calls(call: Call) -> None:
     SESSION.forget()
     for _ in range(4):
         call()
-        deferred.wait()
+        SESSION.wait()
 
 
 def invoke(*arguments: object) -> Any:
@@ -131,7 +126,7 @@ def invoke(*arguments: object) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("integration", INTEGRATIONS)
 def test_recorded_calls_can_be_searched_and_warmed(
-    start: Starting, integration: str, file: Path, monkeypatch: pytest.MonkeyPatch
+    machine: Machine, start: Starting, integration: str, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     call: Call = getattr(start, integration)()
     with record_calls(file):
@@ -154,11 +149,8 @@ def test_recorded_calls_can_be_searched_and_warmed(
 
     loaded: set[str] = set()
 
-    def binary_of(kernel: Kernel, *_: object) -> None:
-        loaded.add(kernel.digest)
-
-    monkeypatch.setattr(kernel_fallback, "binary_of", binary_of)
+    machine.loading = lambda kernel: loaded.add(kernel.digest)
     first_calls(call)
-    assert {caller_of(problem) for problem in recorded if not problem.is_backward} == {integration}
+    assert {SESSION.callers.get(problem) for problem in recorded if not problem.is_backward} == {integration}
     assert loaded
     assert loaded <= warmed

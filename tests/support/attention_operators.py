@@ -30,12 +30,12 @@ def by_definition(
     scale: float | None = None,
     bottom_right: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp in the type of q, heads first."""
+    """Output and log-sum-exp in the type of q, heads first. A bias of bools is a mask."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     scores = q @ k.mT * (q.shape[3] ** -0.5 if scale is None else scale)
     if bias is not None:
-        scores = scores + bias
+        scores = scores.masked_fill(~bias, -torch.inf) if bias.dtype is torch.bool else scores + bias
     if causal:
         diagonal = k.shape[2] - q.shape[2] if bottom_right else 0
         seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(diagonal)

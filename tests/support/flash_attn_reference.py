@@ -1,6 +1,5 @@
-"""Attention with flash_attn's semantics by loops over sequences, heads and queries, in float64."""
+"""Attention with flash_attn's semantics, one sequence after another, in float64."""
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -20,17 +19,20 @@ class Rule(NamedTuple):
     sinks: Tensor | None = None
 
 
-def visible(rule: Rule, position: int, keys: int) -> list[int]:
-    """Returns the keys that a query at a position among the keys sees."""
-    seen = []
-    for key in range(keys):
-        is_seen = not (rule.causal and key > position)
-        is_seen &= rule.left is None or key >= position - rule.left
-        is_seen &= rule.causal or rule.right is None or key <= position + rule.right
-        is_seen &= not rule.chunk or key // rule.chunk == position // rule.chunk
-        if is_seen:
-            seen.append(key)
-    return seen
+def visible(rule: Rule, queries: int, keys: int) -> tuple[Tensor, Tensor]:
+    """Returns which keys each query sees, and the distance of both, [queries, keys]."""
+    position = torch.arange(queries)[:, None] + keys - queries
+    key = torch.arange(keys)
+    seen = torch.ones(queries, keys, dtype=torch.bool)
+    if rule.causal:
+        seen &= key <= position
+    elif rule.right is not None:
+        seen &= key <= position + rule.right
+    if rule.left is not None:
+        seen &= key >= position - rule.left
+    if rule.chunk:
+        seen &= key // rule.chunk == position.div(rule.chunk, rounding_mode="floor")
+    return seen, (position - key).abs()
 
 
 def one_sequence(
@@ -47,39 +49,23 @@ def one_sequence(
         dropout: Fraction of dropped weights.
     """
     queries, heads, width = q.shape
-    group = heads // k.shape[1]
-    scale = 1 / math.sqrt(width) if rule.scale is None else rule.scale
-    rows, sums = [], []
-    for head in range(heads):
-        own_k, own_v = k[:, head // group].double(), v[:, head // group].double()
-        for query in range(queries):
-            position = query + k.shape[0] - queries
-            seen = visible(rule, position, k.shape[0])
-            scores = own_k[seen] @ q[query, head].double() * scale
-            if rule.softcap:
-                scores = rule.softcap * torch.tanh(scores / rule.softcap)
-            if rule.slopes is not None:
-                distance = torch.tensor([abs(position - key) for key in seen], dtype=torch.float64)
-                scores = scores - rule.slopes[head].double() * distance
-            logits = (
-                scores if rule.sinks is None else torch.cat([scores, rule.sinks[head : head + 1].double()])
-            )
-            if not logits.numel():
-                rows.append(q[query, head, :0].sum() + own_v.new_zeros(v.shape[-1]))
-                sums.append(torch.tensor(-torch.inf, dtype=torch.float64))
-                continue
-            lse = torch.logsumexp(logits, 0)
-            weights = torch.exp(scores - lse)
-            if kept is not None:
-                weights = weights * kept[head, query, seen] / (1 - dropout)
-            rows.append(weights @ own_v[seen])
-            sums.append(lse)
-    out = (
-        torch.stack(rows).view(heads, queries, -1).transpose(0, 1)
-        if rows
-        else q.new_zeros(0, heads, v.shape[-1])
-    )
-    return out, torch.stack(sums).view(heads, queries) if sums else torch.zeros(heads, 0, dtype=torch.float64)
+    k, v = (tensor.double().repeat_interleave(heads // tensor.shape[1], 1) for tensor in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q.double(), k) * (width**-0.5 if rule.scale is None else rule.scale)
+    seen, distance = visible(rule, queries, k.shape[0])
+    if rule.softcap:
+        scores = rule.softcap * torch.tanh(scores / rule.softcap)
+    if rule.slopes is not None:
+        scores = scores - rule.slopes[:, None, None].double() * distance
+    logits = scores.masked_fill(~seen, -torch.inf)
+    if rule.sinks is not None:
+        sinks = rule.sinks.double()[:, None, None].expand(heads, queries, 1)
+        logits = torch.cat([logits, sinks], -1)
+    # Rows without keys have zeros, and no NaN in gradients.
+    blind = (logits == -torch.inf).all(-1, keepdim=True)
+    weights = logits.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)[..., : k.shape[0]]
+    if kept is not None:
+        weights = weights * kept / (1 - dropout)
+    return torch.einsum("hqk,khd->qhd", weights, v), torch.logsumexp(logits, -1)
 
 
 def batch_of(

@@ -1,7 +1,9 @@
 """A fake GPU for tests of executors: it computes on the CPU and records launches."""
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,41 +13,65 @@ from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.kernel import Kernel
 from flashtune.core.problem import Causal, Problem
 from flashtune.core.record import Record
+from flashtune.core.target import Target, find_target
 from flashtune.db.eligibility import by_problem
+from flashtune.dispatch.platform import Platform
 from flashtune.dispatch.tables import Tables
+from flashtune.launch.compiler_process import CompilerProcess
+from flashtune.launch.kernel_cache import Binaries
 from flashtune.launch.tensors import BackwardTensors, ForwardTensors
+from flashtune.runtime.kernel_loader import KernelLoader
+from flashtune.runtime.self_check import SelfChecks
 from tests.support.unfused import unfused
 
+TARGET = find_target("h200")
 
-class Machine:
+
+class Machine(Platform, KernelLoader):
     """A GPU that computes on the CPU: kernels are rendered for it, never compiled."""
 
     def __init__(self) -> None:
+        Platform.__init__(self)
+        KernelLoader.__init__(self, Checks(self))
+        self.binaries = Loaded(self)
         self.tables = Tables({}, {})
         self.right = True
+        # The verdict on a kernel, in place of `right`.
+        self.judge: Callable[[Kernel], bool] | None = None
         self.compiles = True
+        self.capturing = False
         self.kernels: list[Kernel] = []
         self.checked: list[Kernel] = []
         self.steps: list[str] = []
         self.launches = 0
         self.backward_launches = 0
         self.usual: str | None = "sdpa-cudnn"
+        self.usual_of_trials: str | None = None
+        self.compiler = Compiler()
+        # Called with each loaded kernel.
+        self.loading: Callable[[Kernel], object] = lambda kernel: None
+        # Makes launches, in place of the computation on the CPU.
+        self.launch: Callable[..., Any] | None = None
 
-    @contextlib.contextmanager
-    def preloading(self, *_: object) -> Iterator[None]:
-        self.steps.append("preload")
-        yield
-        self.steps.append("end")
+    def target(self, device: torch.device) -> Target:
+        return TARGET
 
-    def binary_of(self, *_: object) -> None:
-        self.steps.append("compile")
+    def records(self, target: Target) -> Tables:
+        return self.tables
 
-    def passes(self, kernel: Kernel, *_: object) -> bool:
-        self.steps.append("check")
-        self.checked.append(kernel)
-        return self.right
+    def has_kernels(self, device: torch.device) -> bool:
+        return True
 
-    def bind(
+    def is_capturing(self, device: torch.device) -> bool:
+        return self.capturing
+
+    def sdpa_backend(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, shared: bool | None = None
+    ) -> str | None:
+        """Trials of masks say whether heads are shared."""
+        return self.usual if shared is None else self.usual_of_trials or self.usual
+
+    def bind(  # type: ignore[override]
         self,
         kernel: Kernel,
         target: object,
@@ -53,10 +79,12 @@ class Machine:
         side: ExtraInputs,
         *,
         compiled: object,
-    ) -> Callable[..., None]:
+    ) -> Any:
         """A launch of the standard computation or its derivative."""
         if not self.compiles:
             raise KernelError("PTXASError: out of registers")
+        if self.launch is not None:
+            return self.launch(kernel, target, tensors, side, compiled=compiled)
         self.kernels.append(kernel)
         shapes = [(tensor.shape, tensor.stride()) for tensor in tensors.planned]
 
@@ -89,6 +117,58 @@ class Machine:
                 gradient.copy_(value)
 
         return forward if isinstance(tensors, ForwardTensors) else backward
+
+
+class Checks(SelfChecks):
+    """Self-checks that note the checked kernels."""
+
+    def __init__(self, machine: Machine) -> None:
+        super().__init__()
+        self.machine = machine
+
+    @contextlib.contextmanager
+    def preloading(self, *_: object) -> Iterator[None]:
+        self.machine.steps.append("preload")
+        yield
+        self.machine.steps.append("end")
+
+    def passes(self, kernel: Kernel, *_: object) -> bool:
+        self.machine.steps.append("check")
+        self.machine.checked.append(kernel)
+        return self.machine.right if self.machine.judge is None else self.machine.judge(kernel)
+
+    def known_verdict(self, kernel: Kernel, target: Target) -> bool | None:
+        judge = self.machine.judge
+        return super().known_verdict(kernel, target) if judge is None else judge(kernel)
+
+
+class Loaded(Binaries):
+    """Binaries of nothing."""
+
+    def __init__(self, machine: Machine) -> None:
+        super().__init__()
+        self.machine = machine
+
+    def of(self, kernel: Kernel, *_: object) -> Any:
+        self.machine.steps.append("compile")
+        self.machine.loading(kernel)
+
+
+class Compiler(CompilerProcess):
+    """Starts no process. Each kernel waits for `release`, and then fails with `failure`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.release = threading.Event()
+        self.release.set()
+        self.failure: Exception | None = None
+        self.threads: set[str] = set()
+
+    def prepared(self, *_: object) -> None:
+        self.threads.add(threading.current_thread().name)
+        self.release.wait(600)
+        if self.failure is not None:
+            raise self.failure
 
 
 def inputs(problem: Problem, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor]:

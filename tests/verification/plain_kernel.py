@@ -98,20 +98,20 @@ def _keys(
         table, needed = side.block_table, -(-count // problem.page_size)
         first_entry = table.storage_offset() + sequence * table.stride(0)
         pages = table.as_strided((needed,), (1,), first_entry).long()
-        found = torch.cat([_page(tensor, int(page)) for page in pages], 1) if count else tensor[0]
+        rows = torch.cat([_page(tensor, int(page)) for page in pages], 1) if count else tensor[0]
     elif side.cu_seqlens_kv is not None:
         first = int(side.cu_seqlens_kv[sequence])
-        found = tensor[0, :, first:]
+        rows = tensor[0, :, first:]
     else:
-        found = tensor[sequence]
-    found = _first(found, count)
+        rows = tensor[sequence]
+    rows = _first(rows, count)
     if scale is None or problem.kv_dtype is None:
-        return found, torch.ones(problem.kv_heads, count)
+        return rows, torch.ones(problem.kv_heads, count)
     if side.block_table is not None and count:
         factor = scale[pages % len(scale)].repeat_interleave(problem.page_size, 0)[:count].T
     else:
         factor = scale[0 if side.block_table is not None else sequence][:, None].expand(-1, count)
-    return found, factor
+    return rows, factor
 
 
 def _page(tensor: Tensor, page: int) -> Tensor:
@@ -130,13 +130,13 @@ def _first(rows: Tensor, count: int) -> Tensor:
 def _changed(problem: Problem, scores: Tensor, sequence: int, side: ExtraInputs) -> Tensor:
     heads, queries, keys = scores.shape
     query, key = torch.arange(queries)[:, None], torch.arange(keys)[None, :]
-    place = query if problem.causal is Causal.TOP_LEFT else query + keys - queries
+    position = query if problem.causal is Causal.TOP_LEFT else query + keys - queries
     if side.softcap is not None:
         scores = side.softcap * torch.tanh(scores / side.softcap)
     if side.slopes is not None:
-        scores = scores - side.slopes[sequence][:, None, None] * (place - key).abs()
+        scores = scores - side.slopes[sequence][:, None, None] * (position - key).abs()
     hidden = torch.zeros(heads, queries, keys, dtype=torch.bool)
-    hidden |= out_of_sight(problem, place, key, sequence, side)
+    hidden |= out_of_sight(problem, position, key, sequence, side)
     if side.bias is not None:
         bias = side.bias[sequence, :, :queries, :keys]
         if problem.bias is Bias.BOOLEAN:
@@ -146,20 +146,20 @@ def _changed(problem: Problem, scores: Tensor, sequence: int, side: ExtraInputs)
     return scores.masked_fill(hidden, float("-inf"))
 
 
-def out_of_sight(problem: Problem, place: Tensor, key: Tensor, sequence: int, side: ExtraInputs) -> Tensor:
+def out_of_sight(problem: Problem, position: Tensor, key: Tensor, sequence: int, side: ExtraInputs) -> Tensor:
     far = torch.zeros(1, 1, dtype=torch.bool)
     if problem.window_left is not None:
-        far = far | (place - key > problem.window_left)
+        far = far | (position - key > problem.window_left)
     if problem.chunk:
         apart = torch.div(key, problem.chunk, rounding_mode="floor") - torch.div(
-            place, problem.chunk, rounding_mode="floor"
+            position, problem.chunk, rounding_mode="floor"
         )
         far = far | (apart < 0 if problem.causal is not Causal.NONE else apart != 0)
     hidden = far & (key >= problem.sink_tokens)
     if problem.causal is not Causal.NONE:
-        hidden = hidden | (key > place)
+        hidden = hidden | (key > position)
     elif problem.window_right is not None:
-        hidden = hidden | (key - place > problem.window_right)
+        hidden = hidden | (key - position > problem.window_right)
     if side.prefix is not None:
         hidden = hidden & (key >= side.prefix[sequence])
     return hidden

@@ -41,9 +41,9 @@ def test_reference_is_dense_attention_with_the_expanded_mask(causal: Causal, lis
     )
     rows = mask.any(-1)
     right = torch.where(rows[..., None], right, 0.0)
-    found = expect(problem, q, k, v, 0.3, sample(problem, generator), side)
-    torch.testing.assert_close(found.out.view(right.shape), right)
-    assert torch.equal(found.lse.view(rows.shape) == -torch.inf, ~rows)
+    expected = expect(problem, q, k, v, 0.3, sample(problem, generator), side)
+    torch.testing.assert_close(expected.out.view(right.shape), right)
+    assert torch.equal(expected.lse.view(rows.shape) == -torch.inf, ~rows)
     out, _ = unfused_attention(problem, q.double(), k.double(), v.double(), side, scale=0.3)
     torch.testing.assert_close(out, right)
 

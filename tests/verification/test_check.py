@@ -35,11 +35,11 @@ def two_threads() -> Iterator[None]:
 
 def of_a_new_thread() -> int:
     """The count that a thread has which uses torch for the first time now."""
-    found: list[int] = []
-    thread = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+    counts: list[int] = []
+    thread = threading.Thread(target=lambda: counts.append(torch.get_num_threads()))
     thread.start()
     thread.join()
-    return found[0]
+    return counts[0]
 
 
 def test_thread_count_of_other_threads_is_unchanged() -> None:
@@ -49,7 +49,7 @@ def test_thread_count_of_other_threads_is_unchanged() -> None:
 
 
 def test_thread_counts_are_per_thread() -> None:
-    found: list[tuple[int, int]] = []
+    counts: list[tuple[int, int]] = []
 
     def check_something() -> None:
         torch.set_num_threads(1)
@@ -60,12 +60,12 @@ def test_thread_counts_are_per_thread() -> None:
         other.join()
         with one_thread():
             pass
-        found.append((torch.get_num_threads(), of_a_new_thread()))
+        counts.append((torch.get_num_threads(), of_a_new_thread()))
 
     thread = threading.Thread(target=check_something)
     thread.start()
     thread.join()
-    assert found == [(1, 2)]
+    assert counts == [(1, 2)]
 
 
 def test_check_uses_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,18 +78,24 @@ def test_check_uses_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check, "case_findings", fail)
     config = FAMILY.default(PROBLEM, H200)
     kernel = render(FAMILY, PROBLEM, config, Specialization())
-    given = (kernel, PROBLEM, config, H200, torch.device("cpu"), Level.QUICK)
+    arguments = (kernel, PROBLEM, config, H200, torch.device("cpu"), Level.QUICK)
     with pytest.raises(KernelError, match="the GPU is gone"):
-        check.check_rendered(*given, compiled=cast("Binary", object()))
+        check.check_rendered(*arguments, compiled=cast("Binary", object()))
     assert (*seen, torch.get_num_threads()) == (1, 2)
 
 
 def test_strict_checks_include_backward_kernels_with_and_without_the_gradient_of_a_bias() -> None:
     backward = msgspec.structs.replace(PROBLEM, direction=Direction.BACKWARD, bias=Bias.ADDITIVE)
     for assumed in (Specialization(), Specialization(constant_bias=True)):
-        variants = [one for problem, one in check._variants(backward, assumed, Level.STRICT)]
-        assert {one.constant_bias for one in variants} == {msgspec.UNSET, True}
-        assert [one for _, one in check._variants(backward, assumed, Level.FULL)] == [assumed]
+        variants = [
+            specialization for problem, specialization in check._variants(backward, assumed, Level.STRICT)
+        ]
+        assert {specialization.constant_bias for specialization in variants} == {msgspec.UNSET, True}
+        assert [specialization for _, specialization in check._variants(backward, assumed, Level.FULL)] == [
+            assumed
+        ]
     forward = msgspec.structs.replace(PROBLEM, bias=Bias.ADDITIVE)
-    strict = [one for _, one in check._variants(forward, Specialization(), Level.STRICT)]
-    assert {one.constant_bias for one in strict} == {msgspec.UNSET}
+    strict = [
+        specialization for _, specialization in check._variants(forward, Specialization(), Level.STRICT)
+    ]
+    assert {specialization.constant_bias for specialization in strict} == {msgspec.UNSET}

@@ -65,7 +65,7 @@ def test_sleeps_precede_every_synchronisation(subject: Subject) -> None:
 
 
 def test_mutants_are_delayed_as_well() -> None:
-    mutant = next(one for one in gpu_mutants() if one.id == "forward_hopper: values not waited for")
+    mutant = next(mutant for mutant in gpu_mutants() if mutant.id == "forward_hopper: values not waited for")
     kernel = delayed(broken(mutant))
     assert kernel is not None
     assert kernel.source.count(SLEEP) >= broken(mutant).source.count("mbarrier.wait(") > 0
@@ -103,8 +103,8 @@ def test_strict_level_delays_kernels_with_barriers(
     delays = level is Level.STRICT and subject in WITH_BARRIERS and plain
     assert verdict.passed == (plain and (late or not delays))
     assert verdict.failed == ("" if verdict.passed else "delayed random q=1" if plain else "random q=1")
-    awake = [one[1:] for one in checked if not one[0]]
-    assert all(one[1:] == (config, level, 8) for one in awake)
-    assert [one[1:] for one in checked if one[0]] == [
+    awake = [run[1:] for run in checked if not run[0]]
+    assert all(run[1:] == (config, level, 8) for run in awake)
+    assert [run[1:] for run in checked if run[0]] == [
         (problem, config, Level.FULL, 8) for problem, *_ in awake if delays
     ]

@@ -49,9 +49,9 @@ def failures(monkeypatch: pytest.MonkeyPatch, spoil: Spoil, allocating: bool = F
 
     monkeypatch.setattr(comparison, "bind", bind)
     pass_ = comparison.forward_pass(KERNEL, CASE, prepared)
-    found = list(comparison.launch_findings(KERNEL, None, CASE, pass_, H200, 0))
+    findings = list(comparison.launch_findings(KERNEL, None, CASE, pass_, H200, 0))
     assert launches == CASE.repeats
-    return {one.what.partition(": ")[2] for one in found if not one.holds()}
+    return {finding.what.partition(": ")[2] for finding in findings if not finding.holds()}
 
 
 def outside(tensor: Tensor, steps: int) -> Tensor:
@@ -88,10 +88,10 @@ def test_errors_are_reported(monkeypatch: pytest.MonkeyPatch, spoil: Spoil, expe
 
 
 def test_unwritten_elements_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = failures(monkeypatch, lambda number, out, lse: out[0, 0, 2].fill_(float("nan")))
-    assert "elements not written or not finite" in found
+    messages = failures(monkeypatch, lambda number, out, lse: out[0, 0, 2].fill_(float("nan")))
+    assert "elements not written or not finite" in messages
 
 
 def test_writes_around_a_workspace_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = failures(monkeypatch, lambda number, workspace, _: outside(workspace, 1).fill_(1.0), True)
-    assert found == {"writes around a workspace"}
+    messages = failures(monkeypatch, lambda number, workspace, _: outside(workspace, 1).fill_(1.0), True)
+    assert messages == {"writes around a workspace"}

@@ -151,10 +151,10 @@ def test_probabilities_relative_to_a_larger_maximum_pass() -> None:
 
 def test_probabilities_that_are_rounded_alike_pass() -> None:
     problem = make_problem(Dtype.E4M3, Causal.NONE, 1, 256)
-    one = torch.ones(1, 1, dtype=torch.float64)
+    ones = torch.ones(1, 1, dtype=torch.float64)
     # Of 256 columns, the largest sum of random values is about three times as large as the usual one.
-    row = RowScale(spread=one, largest=3.0 * one, score=0.0 * one, keys=256.0 * one, lse=0.0 * one)
-    assert allowed_error(0.0 * one, row, problem) >= UNIT_ROUNDOFF[Dtype.E4M3] * row.largest
+    row = RowScale(spread=ones, largest=3.0 * ones, score=0.0 * ones, keys=256.0 * ones, lse=0.0 * ones)
+    assert allowed_error(0.0 * ones, row, problem) >= UNIT_ROUNDOFF[Dtype.E4M3] * row.largest
 
 
 def forget_key(scores: Tensor, start: int) -> Tensor:
@@ -239,8 +239,8 @@ def test_nan_and_infinity_are_not_within_bounds() -> None:
 @pytest.mark.parametrize(("power", "right"), [(-127, True), (-100, False)])
 @pytest.mark.parametrize("dtype", [Dtype.BF16, Dtype.FP32])
 def test_rows_with_subnormal_probabilities_may_be_zero(dtype: Dtype, power: int, right: bool) -> None:
-    one = make_problem(dtype, Causal.NONE, 1, 1)
-    problem = msgspec.structs.replace(one, sinks=True)
+    plain = make_problem(dtype, Causal.NONE, 1, 1)
+    problem = msgspec.structs.replace(plain, sinks=True)
     q, k, v = (torch.ones(1, heads, 1, 64).to(TORCH_DTYPES[dtype]) for heads in (4, 2, 2))
     # The score is 8, and the sink's weight is that of the key times 2 to the power of -power.
     side = ExtraInputs(sinks=torch.full((4,), 8.0 - power / LOG2_E))
@@ -259,8 +259,8 @@ def test_only_minus_infinity_matches_minus_infinity() -> None:
 
 
 def test_operations_without_kernel_loading_are_equal() -> None:
-    one, other = torch.randn(2, 4, 5, dtype=torch.float64)
-    one[0, 0] = float("nan")
-    assert torch.equal(larger(one, other).nan_to_num(9.0), one.maximum(other).nan_to_num(9.0))
+    first, other = torch.randn(2, 4, 5, dtype=torch.float64)
+    first[0, 0] = float("nan")
+    assert torch.equal(larger(first, other).nan_to_num(9.0), first.maximum(other).nan_to_num(9.0))
     positive = torch.tensor([1e-300, 3e-7, 1.0, 7.0, 1e300], dtype=torch.float64)
     torch.testing.assert_close(inverse(positive), 1 / positive, rtol=1e-15, atol=0.0)

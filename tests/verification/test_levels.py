@@ -103,7 +103,7 @@ def test_every_level_reaches_third_tiles_in_default_configs(family: Family) -> N
     problems = tuple(problems_of(family))
     assert {problem.is_causal for problem in problems} == {False, True}
     missing = [
-        one for problem in problems for one in uncovered(family, problem, family.default(problem, H200))
+        tile for problem in problems for tile in uncovered(family, problem, family.default(problem, H200))
     ]
     assert missing == []
 
@@ -112,14 +112,14 @@ def shipped_kernels() -> dict[tuple[str, ...], Record]:
     """A record for each config, mask and set of features of the shipped table."""
     shipped = shipped_table(H200.name)
     assert shipped is not None
-    found: dict[tuple[str, ...], Record] = {}
+    records: dict[tuple[str, ...], Record] = {}
     for record in shipped.records:
         if record.config is not None:
             problem = record.problem
             kind = (problem.causal, problem.dtype, problem.window_left, problem.chunk)
             features = (str(kind), str(sorted(problem.features)))
-            found.setdefault((record.family, record.config.label(), *features), record)
-    return found
+            records.setdefault((record.family, record.config.label(), *features), record)
+    return records
 
 
 def test_every_level_reaches_third_tiles_in_shipped_configs() -> None:

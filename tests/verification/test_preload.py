@@ -46,7 +46,7 @@ class Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        tensors = [one for one in (*args, out) if isinstance(one, torch.Tensor)]
+        tensors = [argument for argument in (*args, out) if isinstance(argument, torch.Tensor)]
         if tensors:
             self.met.add((str(func), tensors[0].dtype))
         return out

@@ -87,8 +87,8 @@ def test_chunking_does_not_change_results(monkeypatch: pytest.MonkeyPatch) -> No
     whole, q, k, v = expect_all(problem)
     monkeypatch.setitem(CHUNK_SCORES, "cpu", 1)
     chosen = Sample(torch.arange(8), torch.arange(problem.seqlen_q))
-    for one, other in zip(whole, expect(problem, q, k, v, 0.3, chosen), strict=True):
-        torch.testing.assert_close(one, other)
+    for result, other in zip(whole, expect(problem, q, k, v, 0.3, chosen), strict=True):
+        torch.testing.assert_close(result, other)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (6, 1)])
@@ -101,8 +101,8 @@ def test_copies_of_keys_do_not_change_results(
     chosen = Sample(torch.arange(2 * heads), torch.arange(2))
     shared = {chunk.copies for chunk in chunked(problem, chosen.heads, 2, "cpu")}
     assert shared == {1}
-    for one, other in zip(whole, expect(problem, q, k, v, 0.3, chosen), strict=True):
-        torch.testing.assert_close(one, other)
+    for result, other in zip(whole, expect(problem, q, k, v, 0.3, chosen), strict=True):
+        torch.testing.assert_close(result, other)
 
 
 @pytest.mark.parametrize("rows", [1, 16, 500])
@@ -120,10 +120,10 @@ def test_chunk_size_is_bounded(fields: dict[str, int], rows: int) -> None:
     heads = torch.arange(problem.batch * problem.heads)
     chunks = chunked(problem, heads, rows, "cuda")
     assert torch.equal(torch.cat([chunk.heads for chunk in chunks]), heads)
-    one = problem.seqlen_kv * (problem.head_dim + problem.value_head_dim)
+    elements = problem.seqlen_kv * (problem.head_dim + problem.value_head_dim)
     for chunk in chunks:
         assert len(chunk.heads) * rows * problem.seqlen_kv <= CHUNK_SCORES["cuda"] or len(chunk.heads) == 1
-        assert chunk.copies * one <= CHUNK_KEYS["cuda"]
+        assert chunk.copies * elements <= CHUNK_KEYS["cuda"]
         assert chunk.copies == len(chunk.heads) or len(set((chunk.heads // problem.group_size).tolist())) == 1
     # Launches of many small chunks would take longer than the work.
     assert len(chunks) <= 2 * problem.batch * max(problem.kv_heads, problem.heads * rows // 128)

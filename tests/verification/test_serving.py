@@ -60,25 +60,25 @@ def found(monkeypatch: pytest.MonkeyPatch, case: Case, mistake: Mistake) -> list
 
     def bind(*_: object, **__: object) -> Callable[..., None]:
         def launch(tensors: Any, scale: float, side: ExtraInputs) -> None:
-            given = [*tensors, scale]
-            attend(*_seen_messages(mistake, case.problem, side, given))
+            arguments = [*tensors, scale]
+            attend(*_seen_messages(mistake, case.problem, side, arguments))
 
         return launch
 
     monkeypatch.setattr(comparison, "bind", bind)
     pass_ = comparison.forward_pass(KERNEL, case, prepared)
     return [
-        f"{one.what} {one.figure.item():.3g}"
-        for one in comparison.launch_findings(KERNEL, None, case, pass_, H200, 0)
-        if not one.holds()
+        f"{finding.what} {finding.figure.item():.3g}"
+        for finding in comparison.launch_findings(KERNEL, None, case, pass_, H200, 0)
+        if not finding.holds()
     ]
 
 
 def _seen_messages(
-    mistake: Mistake, problem: Problem, side: ExtraInputs, given: list[Any]
+    mistake: Mistake, problem: Problem, side: ExtraInputs, arguments: list[Any]
 ) -> tuple[Any, ...]:
     mistaken, extra_inputs = mistake(problem, side)
-    return (mistaken, *given, extra_inputs)
+    return (mistaken, *arguments, extra_inputs)
 
 
 MASKS: dict[str, dict[str, Any]] = {

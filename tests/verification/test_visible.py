@@ -50,8 +50,8 @@ def test_equal_masks_are_shared_by_heads(
     assert seen.shape == (count, 5, 7)
     assert masks.one_each == (count == 6)
     for head in range(6):
-        one = Rows(SOME.batch[head : head + 1], SOME.head[head : head + 1], SOME.rows)
-        assert torch.equal(unhidden_keys(problem, lengths, side, one, CPU)[0], seen[masks.of_head[head]])
+        row = Rows(SOME.batch[head : head + 1], SOME.head[head : head + 1], SOME.rows)
+        assert torch.equal(unhidden_keys(problem, lengths, side, row, CPU)[0], seen[masks.of_head[head]])
 
 
 def test_few_comparisons_load_no_kernels() -> None:

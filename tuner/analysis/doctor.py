@@ -72,11 +72,11 @@ def library(name: str, oldest: tuple[int, int], newest: tuple[int, int] | None) 
         return Finding(name, Level.FAIL, f"cannot be imported: {error}", f"install it: pip install {name}")
     number = _numbers(version)
     if number < oldest:
-        return Finding(name, Level.FAIL, version, f"flashtune needs {_dotted(oldest)} or newer: upgrade it")
+        advice = "flashtune needs {}.{} or newer: upgrade it".format(*oldest)
+        return Finding(name, Level.FAIL, version, advice)
     if newest and number > newest:
-        return Finding(
-            name, Level.WARN, version, f"flashtune is tested up to {_dotted(newest)}: run flashtune verify"
-        )
+        advice = "flashtune is tested up to {}.{}: run flashtune verify".format(*newest)
+        return Finding(name, Level.WARN, version, advice)
     return Finding(name, Level.OK, version)
 
 
@@ -84,10 +84,6 @@ def _numbers(version: str) -> tuple[int, int]:
     first, _, rest = version.partition(".")
     second = rest.partition(".")[0]
     return (int(first), int(second)) if first.isdigit() and second.isdigit() else (0, 0)
-
-
-def _dotted(version: tuple[int, int]) -> str:
-    return f"{version[0]}.{version[1]}"
 
 
 def gpus() -> Iterator[Finding]:

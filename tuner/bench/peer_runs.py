@@ -10,19 +10,14 @@ import torch
 from torch.nn.attention import sdpa_kernel
 
 from flashtune.core.errors import UsageError
-from flashtune.core.problem import Causal, Dtype, Feature, Problem, score_bytes
+from flashtune.core.problem import Causal, Dtype, Feature, Problem
 from flashtune.tuner.bench import flash_attn_4, flashinfer, flex
 from flashtune.tuner.bench.flash_attn_4 import FLASH_ATTN_4, flash_attn_4_call
 from flashtune.tuner.bench.flashinfer import FLASHINFER, flashinfer_run
 from flashtune.tuner.bench.flex import flex_run, mask_pairs
 from flashtune.tuner.execution.inputs import Tensors
 from flashtune.tuner.execution.sdpa import BACKENDS, MASKED, OTHER_LAYOUTS, sdpa_call, sdpa_run
-from flashtune.tuner.execution.timed_runs import (
-    GRADIENT_SCORE_COPIES,
-    MEMORY_SHARE,
-    SCORE_COPIES,
-    standard_run,
-)
+from flashtune.tuner.execution.timed_runs import has_room_for_scores, standard_run
 
 Call = Callable[[], object]
 
@@ -149,9 +144,7 @@ def _flashinfer(problem: Problem, tensors: Tensors) -> Contestant:
 def _standard(problem: Problem, tensors: Tensors) -> Contestant:
     # Memory that torch caches counts as used.
     torch.cuda.empty_cache()
-    free, _ = torch.cuda.mem_get_info(tensors.q.device)
-    copies = GRADIENT_SCORE_COPIES if tensors.q.requires_grad else SCORE_COPIES
-    if copies * score_bytes(problem) >= MEMORY_SHARE * free:
+    if not has_room_for_scores(problem, tensors):
         raise RefusalError("its scores would take more than half of the free memory")
     run = standard_run(problem, tensors)
     return Contestant(UNFUSED, "", run, run)

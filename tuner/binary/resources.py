@@ -133,20 +133,20 @@ def _multiplies_by_warpgroups(compiled: CompiledKernel) -> bool:
     return WARPGROUP_INSTRUCTION in compiled.asm.get("ptx", "")
 
 
-def overflow(resources: Resources, target: Target) -> str | None:
-    """Returns the exceeded capacity of the target as one sentence, or None if the kernel fits."""
+def overflow(resources: Resources, target: Target, verb: str = "asks for") -> str:
+    """Returns the exceeded capacity of the target as a clause, or an empty text if the kernel fits."""
     if resources.sram_bytes > target.sram_per_block:
-        return f"asks for {resources.sram_bytes} B of SRAM, and {target.name} has {target.sram_per_block}"
-    if resources.tensor_memory_columns > target.tensor_memory_columns:
-        required, available = resources.tensor_memory_columns, target.tensor_memory_columns
-        return f"asks for {required} columns of tensor memory, and {target.name} has {available}"
-    return None
+        return f"{verb} {resources.sram_bytes} B of SRAM, and {target.name} has {target.sram_per_block}"
+    required, available = resources.tensor_memory_columns, target.tensor_memory_columns
+    if required > available:
+        return f"{verb} {required} columns of tensor memory, and {target.name} has {available}"
+    return ""
 
 
 def misfit(part: Part, target: Target) -> str:
     """Returns why a target cannot launch a compiled kernel, or an empty text."""
     over = overflow(part.resources, target)
-    if over is not None:
+    if over:
         return over
     resident = occupancy(part.resources, part.options, target)
     if not resident.blocks:

@@ -145,15 +145,11 @@ SHAPE_OPTIONS = (
 )
 
 
-def problem_options(command: AnyCommand) -> AnyCommand:
-    """Adds the options that name shapes. The command gets `problems`, at least one and no duplicates."""
-    return _with_problems(command, {})
+def problem_options(**others: str) -> Callable[[AnyCommand], AnyCommand]:
+    """Adds the options that name shapes. The command gets `problems`, at least one and no duplicates.
 
-
-def problem_options_or(**others: str) -> Callable[[AnyCommand], AnyCommand]:
-    """As `problem_options`, but `problems` is empty if another option is given.
-
-    `others` are options by the names of their parameters, such as `recorded_file="--from"`.
+    `problems` may be empty if one of `others` is given: options by the names of their parameters, such as
+    `recorded_file="--from"`.
     """
     return lambda command: _with_problems(command, others)
 
@@ -176,32 +172,26 @@ def _refuse_no_shape(arguments: Mapping[str, Any], others: Mapping[str, str]) ->
 
 
 class _Shapes(NamedTuple):
-    """The values of `SHAPE_OPTIONS`, by the names of their parameters, without the phase."""
+    """The values of `SHAPE_OPTIONS`."""
 
     shapes: tuple[str, ...]
     models: tuple[str, ...]
     hf_configs: tuple[Path, ...]
     shapes_files: tuple[Path, ...]
-    seqlen: str | None
-    batch: str | None
-    dtype: str | None
-    page_size: str | None
-    packed: bool
+    sizes: ModelSizes
 
     @classmethod
-    def take(cls, arguments: dict[str, Any]) -> _Shapes:
+    def take(cls, arguments: dict[str, Any], phase: str) -> _Shapes:
         """Removes the values from a command's arguments, and returns them."""
-        return cls(*(arguments.pop(name) for name in cls._fields))
-
-    def sizes(self, phase: str) -> ModelSizes:
-        """Returns the sizes of the models' calls."""
-        return ModelSizes(Phase(phase), self.seqlen, self.batch, self.dtype, self.page_size, self.packed)
+        sizes = {name: arguments.pop(name) for name in ModelSizes._fields[1:]}
+        named = {name: arguments.pop(name) for name in cls._fields[:-1]}
+        return cls(**named, sizes=ModelSizes(Phase(phase), **sizes))
 
 
 def _with_problems(command: AnyCommand, others: Mapping[str, str] | None) -> AnyCommand:
     @functools.wraps(command)
     def with_problems(*args: Any, phase: str, **kwargs: Any) -> Any:
-        problems = _gather_problems(_Shapes.take(kwargs), phase)
+        problems = _gather_problems(_Shapes.take(kwargs, phase))
         if others is not None and not problems and not any(kwargs[name] for name in others):
             _refuse_no_shape(kwargs, others)
         return command(*args, problems=problems, **kwargs)
@@ -209,12 +199,12 @@ def _with_problems(command: AnyCommand, others: Mapping[str, str] | None) -> Any
     return apply_options(SHAPE_OPTIONS, with_problems)
 
 
-def _gather_problems(named: _Shapes, phase: str) -> tuple[Problem, ...]:
+def _gather_problems(named: _Shapes) -> tuple[Problem, ...]:
     """Returns the problems of shape options without duplicates.
 
     In training, each problem has its gradients too.
     """
-    sizes = named.sizes(phase)
+    sizes = named.sizes
     if not (any(named[:4]) or sizes.any_size):
         return ()
     from flashtune.tuner.workloads.models import model_problems, training_passes
@@ -245,6 +235,24 @@ def gather_models(models: tuple[str, ...], hf_configs: tuple[Path, ...]) -> tupl
     return (*map(find_model, models), *map(read_hf_config, hf_configs))
 
 
+def target_option(name: str = "target_name", **settings: Any) -> Callable[[AnyCommand], AnyCommand]:
+    """Returns an option --target that completes the names of GPUs."""
+    return click.option("--target", name, metavar="GPU", shell_complete=complete_targets, **settings)
+
+
+def family_option(name: str = "family", **settings: Any) -> Callable[[AnyCommand], AnyCommand]:
+    """Returns an option --family that completes the names of kernel families."""
+    return click.option("--family", name, metavar="NAME", shell_complete=complete_families, **settings)
+
+
+def file_option(
+    flag: str, text: str, name: str | None = None, *, exists: bool = False
+) -> Callable[[AnyCommand], AnyCommand]:
+    """Returns an option `--flag FILE`. It passes `flag_file` to the command, or the parameter `name`."""
+    kind = click.Path(dir_okay=False, exists=exists, path_type=Path)
+    return click.option(f"--{flag}", name or f"{flag}_file", type=kind, metavar="FILE", help=text)
+
+
 def target_options(command: AnyCommand) -> AnyCommand:
     """Adds --target and --device; the command gets `target`, and `device` (None works offline)."""
 
@@ -256,12 +264,8 @@ def target_options(command: AnyCommand) -> AnyCommand:
         return command(*args, target=target, device=index, **kwargs)
 
     options = (
-        click.option(
-            "--target",
-            "target_name",
-            metavar="GPU",
+        target_option(
             envvar=TARGET_VARIABLE,
-            shell_complete=complete_targets,
             help="GPU to work for, without using it, such as h100; `flashtune targets` lists them. "
             f"Default: {TARGET_VARIABLE}, otherwise the GPU of this machine.",
         ),
@@ -295,11 +299,8 @@ def _resolve_target(name: str | None, device: int | None) -> tuple[Target, int |
 def kernel_options(command: AnyCommand) -> AnyCommand:
     """Adds --family and --config. Both are None if the user does not give them."""
     options = (
-        click.option(
-            "--family",
-            metavar="NAME",
-            shell_complete=complete_families,
-            help="Kernel family to use instead of the selection's; `flashtune families` lists them.",
+        family_option(
+            help="Kernel family to use instead of the selection's; `flashtune families` lists them."
         ),
         click.option(
             "--config",
@@ -313,13 +314,7 @@ def kernel_options(command: AnyCommand) -> AnyCommand:
 
 def target_filter_option(command: AnyCommand) -> AnyCommand:
     """Adds --target as a filter of records. The command gets `target_name`, None for all."""
-    return click.option(
-        "--target",
-        "target_name",
-        metavar="GPU",
-        shell_complete=complete_targets,
-        help="Only records of this GPU, such as h200.",
-    )(command)
+    return target_option(help="Only records of this GPU, such as h200.")(command)
 
 
 def database_option(command: AnyCommand) -> AnyCommand:
@@ -378,11 +373,11 @@ def shape_or_model_options(command: AnyCommand) -> AnyCommand:
 
     @functools.wraps(command)
     def with_either(*args: Any, model_phase: str | None, **kwargs: Any) -> Any:
-        named = _Shapes.take(kwargs)
+        named = _Shapes.take(kwargs, model_phase or Phase.PREFILL)
         problems: tuple[Problem, ...] = ()
         whole: WholeModels | None = None
         if model_phase is None:
-            problems = _gather_problems(named, Phase.PREFILL)
+            problems = _gather_problems(named)
             if not problems:
                 _refuse_no_shape(kwargs, {})
         elif named.shapes or named.shapes_files or not (named.models or named.hf_configs):
@@ -390,8 +385,8 @@ def shape_or_model_options(command: AnyCommand) -> AnyCommand:
                 "--phase explains whole models: name them by --model or --hf-config, and leave shapes out"
             )
         else:
-            named = named._replace(seqlen=named.seqlen or LENGTHS)
-            whole = WholeModels(gather_models(named.models, named.hf_configs), named.sizes(model_phase))
+            sizes = named.sizes._replace(seqlen=named.sizes.seqlen or LENGTHS)
+            whole = WholeModels(gather_models(named.models, named.hf_configs), sizes)
         return command(*args, problems=problems, models=whole, **kwargs)
 
     phase = click.option(

@@ -17,8 +17,8 @@ from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from flashtune.tuner.binary.resources import Part, combined, misfit, read_parts, read_sizes
 from flashtune.tuner.candidates import Candidate, SearchTask
-from flashtune.tuner.execution.machine_probe import fault_of, outside_fault, settle_after_probe, stopped
-from flashtune.tuner.execution.processes import LostJob, Workers, failure_of
+from flashtune.tuner.execution.machine_probe import fault_of, outside_fault, settle_after_probe
+from flashtune.tuner.execution.processes import LostJob, Workers, failure_of, stopped
 
 COMPILE_SECONDS = 60.0
 MAX_MESSAGE = 400
@@ -83,21 +83,14 @@ class CompilePool:
 
         def settle(job: Future[Compiled]) -> None:
             lost = failure_of(job)
-            if self._workers.stopped:
-                settled.cancel()
-            elif again and _may_pass(job, lost):
+            if again and _may_pass(job, lost):
                 self._start(scope, candidate, settled, again=False)
             else:
                 _settle(job, lost, scope.target, settled)
 
         arguments = (scope.problem, candidate, scope.specialization, scope.target)
         compiling = compile_sizes if self._sizes_only else compile_candidate
-        try:
-            job = self._workers.schedule(compiling, arguments, self._seconds)
-        except MachineError as error:
-            settled.set_exception(stopped(str(error)))
-            return
-        job.add_done_callback(settle)
+        self._workers.supervise(compiling, arguments, self._seconds, settled, settle)
 
 
 def _may_pass(job: Future[Compiled], lost: LostJob | None) -> bool:

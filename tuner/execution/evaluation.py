@@ -5,7 +5,7 @@
 
 import math
 from concurrent.futures import Future
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import msgspec
 
@@ -15,6 +15,8 @@ from flashtune.templates.registry import find_family
 from flashtune.tuner.candidates import Candidate, SearchTask
 from flashtune.tuner.execution.compile_pool import Compiled
 from flashtune.tuner.perf_model.prediction import expected_ms, shipped_fit
+
+Result = TypeVar("Result")
 
 
 class DeviceLostError(FlashtuneError):
@@ -79,19 +81,15 @@ class Predictor:
     def finals(self, scope: SearchTask, candidates: tuple[Candidate, ...]) -> Future[tuple[Measurement, ...]]:
         """Returns an empty result, because a second prediction would be the same."""
         del scope, candidates
-        done: Future[tuple[Measurement, ...]] = Future()
-        done.set_result(())
-        return done
+        return _done(())
 
     def evaluate_delayed(self, scope: SearchTask, candidate: Candidate) -> Future[Evaluation | None]:
         """Returns None, because schedule fuzzing needs a GPU."""
         del scope, candidate
-        done: Future[Evaluation | None] = Future()
-        done.set_result(None)
-        return done
+        return _done(None)
 
 
-def _done(evaluation: Evaluation) -> Future[Evaluation]:
-    future: Future[Evaluation] = Future()
-    future.set_result(evaluation)
+def _done(result: Result) -> Future[Result]:
+    future: Future[Result] = Future()
+    future.set_result(result)
     return future

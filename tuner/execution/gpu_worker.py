@@ -19,8 +19,8 @@ from flashtune.tuner.execution.gpu_jobs import (
     prepare,
     time_finalists,
 )
-from flashtune.tuner.execution.machine_probe import fault_of, outside_fault, settle_after_probe, stopped
-from flashtune.tuner.execution.processes import LostJob, Workers, exit_code_of, failure_of
+from flashtune.tuner.execution.machine_probe import fault_of, outside_fault, settle_after_probe
+from flashtune.tuner.execution.processes import LostJob, Workers, exit_code_of, failure_of, stopped
 
 # Name of the GPU process in messages.
 RUNNER = "the process that runs kernels"
@@ -76,9 +76,6 @@ class GpuWorker:
         settled: Future[Evaluation | None] = Future()
 
         def prove(built: Future[bool]) -> None:
-            if self._worker.stopped:
-                settled.cancel()
-                return
             lost, error = failure_of(built), built.exception()
             if error is None and built.result():
                 seconds = DELAYED_PATIENCE * self._patience(scope)
@@ -89,7 +86,7 @@ class GpuWorker:
             else:
                 settled.set_exception(_explained(error))
 
-        self._scheduled(build_late, arguments, COMPILE_SECONDS, settled, prove)
+        self._worker.supervise(build_late, arguments, COMPILE_SECONDS, settled, prove)
         return settled
 
     def _patience(self, scope: SearchTask) -> float:
@@ -103,24 +100,8 @@ class GpuWorker:
         def settle(done: Future[tuple[Measurement, ...]]) -> None:
             _pass_on(done, settled, () if failure_of(done) else None)
 
-        self._scheduled(time_finalists, arguments, FINALS_SECONDS, settled, settle)
+        self._worker.supervise(time_finalists, arguments, FINALS_SECONDS, settled, settle)
         return settled
-
-    def _scheduled(
-        self,
-        function: Callable[..., Result],
-        arguments: tuple[Any, ...],
-        seconds: float,
-        settled: Future[Any],
-        settle: Callable[[Future[Result]], None],
-    ) -> None:
-        """Starts a job with the callback `settle`. `settled` gets the error if no process can be started."""
-        try:
-            job = self._worker.schedule(function, arguments, seconds)
-        except MachineError as error:
-            settled.set_exception(stopped(str(error)))
-            return
-        job.add_done_callback(settle)
 
     def _run(
         self,
@@ -137,16 +118,14 @@ class GpuWorker:
 
         def settle(job: Future[Evaluation]) -> None:
             lost = failure_of(job)
-            if self._worker.stopped:
-                settled.cancel()
-            elif lost is None:
+            if lost is None:
                 _pass_on(job, settled, None)
             elif not lost.taken and again:
                 self._run(function, arguments, seconds, scope, settled, how, again=False)
             else:
                 self._settle_lost(job, lost, scope, settled, how)
 
-        self._scheduled(function, arguments, seconds, settled, settle)
+        self._worker.supervise(function, arguments, seconds, settled, settle)
 
     def _settle_lost(
         self, job: Future[Evaluation], lost: LostJob, scope: SearchTask, settled: Future[Any], how: str
@@ -161,9 +140,7 @@ class GpuWorker:
         evaluation = Evaluation(outcome, message=how + (fatal or f"running {lost.words}"))
 
         def settle(probe: Future[None]) -> None:
-            if self._worker.stopped:
-                settled.cancel()
-            elif failure_of(probe):
+            if failure_of(probe):
                 settled.set_exception(lost_device(self._device, "a new process cannot reach it"))
             elif fatal or probe.exception():
                 _pass_on(probe, settled, evaluation)
@@ -175,7 +152,7 @@ class GpuWorker:
                     evaluation,
                 )
 
-        self._scheduled(prepare, (self._device,), START_SECONDS, settled, settle)
+        self._worker.supervise(prepare, (self._device,), START_SECONDS, settled, settle)
 
 
 def _pass_on(job: Future[Any], settled: Future[Result], instead: Result | None) -> None:

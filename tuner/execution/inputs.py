@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -37,20 +37,17 @@ class Tensors(msgspec.Struct, frozen=True):
 
     Contiguous [batch, heads, seqlen, head_dim]. Varlen and paged tensors are views of
     [tokens, heads, head_dim] and [pages, page_size, kv_heads, head_dim].
-
-    Attributes:
-        q, k, v, out: The tensors.
-        side: The extra inputs.
-        lse: Buffer for the log-sum-exp, float32 [batch, heads, seqlen_q], if requested.
-        backward: All tensors that kernels of a backward problem read and write, including these.
     """
 
+    # q, k, v, out: The tensors.
     q: Tensor
     k: Tensor
     v: Tensor
     out: Tensor
     side: ExtraInputs = NO_EXTRA_INPUTS
+    # Buffer for the log-sum-exp, float32 [batch, heads, seqlen_q], if requested.
     lse: Tensor | None = None
+    # All tensors that kernels of a backward problem read and write, including these.
     backward: BackwardTensors | None = None
 
     @property
@@ -77,28 +74,13 @@ def make_tensors(problem: Problem, device: torch.device, *, lse: bool = False) -
 
 def make_inputs(problem: Problem, device: torch.device) -> Tensors:
     """Returns random inputs and a buffer for the output of the forward pass only."""
-    if problem.features:
-        return _with_features(problem, device)
-    rows = (problem.batch, problem.heads, problem.seqlen_q)
-    keys = (problem.batch, problem.kv_heads, problem.seqlen_kv)
-    shapes = ((*rows, problem.head_dim), (*keys, problem.head_dim), (*keys, problem.value_head_dim))
-    out = torch.empty(*rows, problem.value_head_dim, dtype=TORCH_DTYPES[problem.out_dtype], device=device)
-    if problem.dtype.is_quantized:
-        make = functools.partial(torch.randn, dtype=torch.bfloat16, device=device)
-        (q, q_scale), (k, k_scale), (v, v_scale) = (quantize(make(shape)) for shape in shapes)
-        return Tensors(q, k, v, out, ExtraInputs(q_scale, k_scale, v_scale))
-    make = functools.partial(torch.randn, dtype=TORCH_DTYPES[problem.dtype], device=device)
-    q, k, v = map(make, shapes)
-    return Tensors(q, k, v, out)
-
-
-def _with_features(problem: Problem, device: torch.device) -> Tensors:
     lengths = usual_lengths(problem)
     dtype = TORCH_DTYPES[problem.dtype]
     side = ExtraInputs(**usual_inputs(problem, problem.features, lengths.keys, dtype, device))
     table = make_table(problem, lengths, torch.Generator().manual_seed(SEED)) if problem.page_size else None
-    sequences = sequence_inputs(problem, lengths, table)
-    side = side._replace(**{name: tensor.to(device) for name, tensor in sequences.items()})
+    sequences = sequence_inputs(problem, lengths, table).items()
+    located: dict[str, Any] = {name: tensor.to(device) for name, tensor in sequences}
+    side = side._replace(**located)
     keys = key_shape(problem, lengths, table)
     rows = (1, lengths.total_q) if problem.packed else (problem.batch, problem.seqlen_q)
     tokens_first = bool(problem.packed or problem.page_size)

@@ -20,7 +20,7 @@ from flashtune.core.target import Target
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from flashtune.tuner.binary.resources import read_resources
-from flashtune.tuner.execution.processes import LostJob, Workers, failure_of
+from flashtune.tuner.execution.processes import LostJob, Workers, failure_of, stopped
 
 PROBE_SECONDS = 60.0
 # A machine is too busy for time limits if wall-clock time is this many times the CPU time.
@@ -30,8 +30,6 @@ SHORT = 2.0
 # A compiler may crash because of a memory limit below this, in bytes.
 LOW_LIMIT = 16 << 30
 KNOWN_GOOD = "forward_q_outer"
-
-NOTHING_LOST = "what was finished is stored, and the same command goes on"
 
 
 class Probe(msgspec.Struct, frozen=True):
@@ -109,11 +107,6 @@ def fault_of(lost: LostJob, probe: Probe, process: str) -> str:
 def outside_fault(lost: LostJob, process: str) -> str:
     """Returns a sentence about a process that another program killed, else an empty text."""
     return (signal_fault(lost.signal, process) or "") if lost.signal else ""
-
-
-def stopped(fault: str) -> MachineError:
-    """Returns the error that stops a search because of a fault of the machine."""
-    return MachineError(f"{fault}; {NOTHING_LOST}")
 
 
 def settle_after_probe(

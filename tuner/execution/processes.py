@@ -35,6 +35,8 @@ PRELOADED = (
     "flashtune.tuner.execution.gpu_jobs",
 )
 
+NOTHING_LOST = "what was finished is stored, and the same command goes on"
+
 Result = TypeVar("Result")
 
 
@@ -97,6 +99,32 @@ class Workers:
             job: Future[Result] = self._pool.schedule(function, args=arguments, timeout=seconds)
         return job
 
+    def supervise(
+        self,
+        function: Callable[..., Result],
+        arguments: tuple[Any, ...],
+        seconds: float,
+        settled: Future[Any],
+        settle: Callable[[Future[Result]], None],
+    ) -> None:
+        """Schedules a job with the callback `settle`, which settles the future `settled`.
+
+        `settled` is cancelled if the processes were stopped. It gets the error if none can be started.
+        """
+
+        def finish(job: Future[Result]) -> None:
+            if self.stopped:
+                settled.cancel()
+            else:
+                settle(job)
+
+        try:
+            job = self.schedule(function, arguments, seconds)
+        except MachineError as error:
+            settled.set_exception(stopped(str(error)))
+            return
+        job.add_done_callback(finish)
+
     def stop(self) -> None:
         """Stops the processes at once, and kills running jobs. Waits for a start under way."""
         self.stopped = True
@@ -110,6 +138,11 @@ class Workers:
         """Stops the processes without waiting, for callbacks, which run in a thread of the pool."""
         self.stopped = True
         threading.Thread(target=self.stop, daemon=True).start()
+
+
+def stopped(fault: str) -> MachineError:
+    """Returns the error that stops a search because of a fault of the machine."""
+    return MachineError(f"{fault}; {NOTHING_LOST}")
 
 
 def import_safely() -> None:

@@ -76,9 +76,7 @@ def peer_runs(problem: Problem, tensors: Tensors) -> Iterator[tuple[str, Run]]:
         return
     inputs = differentiable(tensors) if problem.is_backward else tensors
     yield from sdpa_runs(forward, inputs)
-    free, _ = torch.cuda.mem_get_info(tensors.q.device)
-    copies = GRADIENT_SCORE_COPIES if problem.is_backward else SCORE_COPIES
-    if copies * score_bytes(forward) < MEMORY_SHARE * free:
+    if has_room_for_scores(forward, inputs):
         timed = _timed(standard_run(forward, inputs), inputs)
         if timed is not None:
             yield "unfused", timed
@@ -108,6 +106,13 @@ def standard_run(problem: Problem, tensors: Tensors) -> Run:
     """Returns a run of unfused attention on these tensors."""
     inputs = (tensors.q, tensors.k, tensors.v)
     return functools.partial(unfused_attention, problem, *inputs, tensors.side, scale=tensors.scale)
+
+
+def has_room_for_scores(forward: Problem, tensors: Tensors) -> bool:
+    """Returns whether the scores of unfused attention, with gradients if it records them, fit the GPU."""
+    free, _ = torch.cuda.mem_get_info(tensors.q.device)
+    copies = GRADIENT_SCORE_COPIES if tensors.q.requires_grad else SCORE_COPIES
+    return copies * score_bytes(forward) < MEMORY_SHARE * free
 
 
 def _works(run: Run) -> bool:

@@ -10,7 +10,6 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 
-import msgspec
 import torch
 
 from flashtune.core.record import Measurement
@@ -25,6 +24,11 @@ MIN_FLUSH_BYTES = 64 * MIB
 PAUSE_CYCLES = 200_000
 FIRST_SAMPLES = 3
 BATCH = 8
+# Launches before the first sample.
+WARMUPS = 2
+# The number of samples is between these. Within them, samples may take BUDGET_MS of GPU time.
+MIN_SAMPLES, MAX_SAMPLES = 9, 25
+BUDGET_MS = 60.0
 # The GPU is throttled if the reference workload takes this many times its best time.
 THROTTLED_DRIFT = 1.05
 REFERENCE_SIDE = 4096
@@ -32,28 +36,10 @@ REFERENCE_SIDE = 4096
 SUSTAINED_SECONDS = 0.6
 
 
-class Sampling(msgspec.Struct, frozen=True):
-    """The number of samples and their time budget."""
-
-    warmups: int = 2  # Launches before the first sample.
-    least: int = 9  # Minimum number of samples.
-    most: int = 25  # Maximum number of samples.
-    budget_ms: float = 60.0  # GPU time to spend within these limits.
-
-    def count(self, estimate_ms: float) -> int:
-        """Returns the number of samples for a launch of about `estimate_ms`."""
-        affordable = self.most if estimate_ms <= 0 else int(self.budget_ms / estimate_ms)
-        return max(self.least, min(self.most, affordable))
-
-
-DEFAULT_SAMPLING = Sampling()
-
-
 def measure(
     run: Run,
     device: torch.device,
     *,
-    sampling: Sampling = DEFAULT_SAMPLING,
     drop_above_ms: float | None = None,
     throttled: bool = False,
 ) -> Measurement:
@@ -62,16 +48,22 @@ def measure(
     Sampling stops early if the median of a few samples is above `drop_above_ms`.
     """
     with torch.cuda.device(device):
-        for _ in range(sampling.warmups):
+        for _ in range(WARMUPS):
             run()
         samples = _batch([run] * FIRST_SAMPLES, device)
         middle = statistics.median(samples)
         if drop_above_ms is None or middle <= drop_above_ms:
-            left = sampling.count(middle) - len(samples)
+            left = sample_count(middle) - len(samples)
             while left > 0:
                 samples += _batch([run] * min(BATCH, left), device)
                 left -= BATCH
     return summarize(samples, throttled=throttled)
+
+
+def sample_count(estimate_ms: float) -> int:
+    """Returns the number of samples for a launch of about `estimate_ms`."""
+    affordable = MAX_SAMPLES if estimate_ms <= 0 else int(BUDGET_MS / estimate_ms)
+    return max(MIN_SAMPLES, min(MAX_SAMPLES, affordable))
 
 
 def once(run: Run, device: torch.device) -> float:
@@ -80,9 +72,7 @@ def once(run: Run, device: torch.device) -> float:
         return _batch([run, run], device)[-1]
 
 
-def measure_interleaved(
-    runs: Sequence[Run], device: torch.device, *, rounds: int, warmups: int = 2
-) -> tuple[Measurement, ...]:
+def measure_interleaved(runs: Sequence[Run], device: torch.device, *, rounds: int) -> tuple[Measurement, ...]:
     """Times several launches interleaved, so that drift of the clock affects all of them equally.
 
     The first launch after a pause takes up to 3% longer than later ones. Each round therefore starts with
@@ -95,7 +85,7 @@ def measure_interleaved(
     clock = clock_probe(device.index or 0)
     with torch.cuda.device(device):
         for run in runs:
-            for _ in range(warmups):
+            for _ in range(WARMUPS):
                 run()
         samples: list[list[float]] = [[] for _ in runs]
         throttled = False

@@ -34,12 +34,8 @@ class TrialResult(msgspec.Struct, frozen=True):
 class Study:
     """Suggests candidates, and learns from the results of these and of other candidates."""
 
-    def __init__(
-        self, scope: SearchTask, sampler: optuna.samplers.BaseSampler, *, flat: bool = False
-    ) -> None:
-        """A `flat` study always searches conditional axes, for samplers without support for conditions."""
+    def __init__(self, scope: SearchTask, sampler: optuna.samplers.BaseSampler) -> None:
         self._scope = scope
-        self._flat = flat
         self._spaces = {entry.family.name: entry for entry in scope.spaces}
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._study = optuna.create_study(sampler=sampler)
@@ -72,10 +68,9 @@ class Study:
             name = trial.suggest_categorical(FAMILY, tuple(self._spaces))
         values: dict[str, AxisValue] = {}
         for axis in self._spaces[name].space.axes:
-            position = 0
-            if self._is_searched(axis, values):
-                position = _suggest_position(trial, f"{name}.{axis.name}", axis)
-            values[axis.name] = axis.values[position if axis.is_active(values) else 0]
+            is_searched = _is_searched(axis, values)
+            position = _suggest_position(trial, f"{name}.{axis.name}", axis) if is_searched else 0
+            values[axis.name] = axis.values[position]
         return Candidate(name, self._spaces[name].space.build(values))
 
     def _parameters(self, candidate: Candidate) -> dict[str, str | int]:
@@ -83,14 +78,11 @@ class Study:
         positions = dict(self._positions(entry, candidate))
         return ({FAMILY: candidate.family} if len(self._spaces) > 1 else {}) | positions
 
-    def _is_searched(self, axis: Axis, chosen: dict[str, AxisValue]) -> bool:
-        return len(axis.values) > 1 and (self._flat or axis.is_active(chosen))
-
     def _positions(self, entry: FamilySpace, candidate: Candidate) -> Iterator[tuple[str, int]]:
         chosen: dict[str, AxisValue] = {}
         for axis in entry.space.axes:
             value = getattr(candidate.config, axis.name)
-            if self._is_searched(axis, chosen):
+            if _is_searched(axis, chosen):
                 yield f"{entry.family.name}.{axis.name}", axis.values.index(value)
             chosen[axis.name] = value
 
@@ -101,6 +93,10 @@ class Study:
         axis = next(axis for axis in self._spaces[family].space.axes if axis.name == field)
         last = len(axis.values) - 1
         return IntDistribution(0, last) if axis.ordered else CategoricalDistribution(tuple(range(last + 1)))
+
+
+def _is_searched(axis: Axis, chosen: dict[str, AxisValue]) -> bool:
+    return len(axis.values) > 1 and axis.is_active(chosen)
 
 
 def tpe_sampler(seed: int) -> optuna.samplers.TPESampler:

@@ -92,16 +92,14 @@ class Pipeline:
             return Stop.PATIENCE
         return None
 
-    def _in_flight(self) -> int:
-        return len(self._compiling) + len(self._ready) + len(self._running)
-
     def _fill(self, budget: Budget) -> None:
         """Proposes candidates, prunes those that do not fit, and starts compiling the others."""
         room = self._width + READY + ON_DEVICE
         if budget.trials is not None:
             room = min(room, budget.trials - self._journal.tally().tried)
         for _ in range(PROPOSALS_PER_CHECK):
-            if self._exhausted or self._in_flight() >= room or len(self._compiling) >= self._width:
+            in_flight = len(self._compiling) + len(self._ready) + len(self._running)
+            if self._exhausted or in_flight >= room or len(self._compiling) >= self._width:
                 return
             candidate = self._proposer.ask()
             if candidate is None:

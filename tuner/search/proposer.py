@@ -16,14 +16,13 @@ from flashtune.core.config import Axis, AxisValue, Config, Space
 from flashtune.tuner.candidates import Candidate, SearchTask
 from flashtune.tuner.search.optuna_study import Study, TrialResult, tpe_sampler
 from flashtune.tuner.search.ranking import Ranked
-from flashtune.tuner.search.surrogate import CandidateGrid, GpParams, Surrogate
+from flashtune.tuner.search.surrogate import CandidateGrid, Surrogate
 
 # A family is pruned if this many of its candidates ran and all took more than HOPELESS_FACTOR times the best.
 FAMILY_CHANCES = 4
 HOPELESS_FACTOR = 2.0
 # Number of the fastest candidates with neighbours to try, the fastest first.
 CENTRES = 3
-BELIEFS = GpParams()
 
 
 class DefaultStrategy:
@@ -40,12 +39,11 @@ class DefaultStrategy:
         ranked: Sequence[Ranked],
         results: dict[Candidate, TrialResult],
         seed: int,
-        beliefs: GpParams = BELIEFS,
     ) -> None:
         self._scope = scope
         self._start = iter(start)
         self._pool = CandidateGrid(scope, [entry.candidate for entry in ranked])
-        self._landscape = Surrogate(self._pool, [entry.predicted_ms for entry in ranked], beliefs)
+        self._landscape = Surrogate(self._pool, [entry.predicted_ms for entry in ranked])
         self._study = Study(scope, tpe_sampler(seed))
         self._spaces = {entry.family.name: entry for entry in scope.spaces}
         self._answers: dict[Candidate, TrialResult] = {}

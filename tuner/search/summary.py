@@ -13,6 +13,9 @@ from flashtune.tuner.workloads.work import rate, unit_of
 
 LABEL_WIDTH = 15
 UNLIMITED = 10**6
+BEFORE_COMPILING = "more before compiling, for want of SRAM or tensor memory"
+# Words of the reason of a candidate that was pruned.
+PRUNED = "needs at least"
 
 
 def summary_lines(
@@ -22,14 +25,15 @@ def summary_lines(
 
     Lines are folded at `width` columns. Of configs, the axes that differ from the default are shown.
     """
+    pruned = result.counts.pruned
     labelled = [
         ("problem", f"{result.problem.key} on {result.target.name}"),
         *_best(result),
         *_fallback(result),
         *_rivals(result),
         ("tried", _tried(result)),
-        *((("pruned", _pruned(result)),) if result.counts.pruned else ()),
-        *(("failed", f"{count} x {reason}") for reason, count in result.reasons if not _is_pruning(reason)),
+        *((("pruned", f"{pruned} {BEFORE_COMPILING}"),) if pruned else ()),
+        *(("failed", f"{count} x {reason}") for reason, count in result.reasons if PRUNED not in reason),
         ("stored", f"{location}, record {result.best_id}" if result.best_id else location),
     ]
     folded = (line for label, text in labelled for line in _folded(label, text, width))
@@ -38,16 +42,18 @@ def summary_lines(
     return (*folded, *command.splitlines())
 
 
-def _folded(label: str, text: str, width: int | None) -> Iterator[str]:
-    """Yields the lines of a label and its text, folded at the width."""
-    room = UNLIMITED if width is None else max(20, width - LABEL_WIDTH)
+def _folded(label: str, text: str, width: int | None) -> list[str]:
+    """Returns the lines of a label and its text, folded at the width."""
     # Several spaces separate columns and must remain; a word longer than a line is not divided.
-    parts = textwrap.wrap(
-        text, room, break_long_words=False, break_on_hyphens=False, replace_whitespace=False
+    return textwrap.wrap(
+        text,
+        UNLIMITED if width is None else max(LABEL_WIDTH + 20, width),
+        initial_indent=f"{label:<{LABEL_WIDTH}}",
+        subsequent_indent=" " * LABEL_WIDTH,
+        break_long_words=False,
+        break_on_hyphens=False,
+        replace_whitespace=False,
     )
-    for part in parts or [""]:
-        yield f"{label:<{LABEL_WIDTH}}{part}"
-        label = ""
 
 
 def _best(result: SearchResult) -> Iterator[tuple[str, str]]:
@@ -111,14 +117,6 @@ def _tried(result: SearchResult) -> str:
         f"{tally.tried} of {result.candidates} candidates in {result.seconds:.0f} s: {right} ok, "
         f"{tally.tried - right} failed{reused}; stopped because {result.stop.value}"
     )
-
-
-def _pruned(result: SearchResult) -> str:
-    return f"{result.counts.pruned} more before compiling, for want of SRAM or tensor memory"
-
-
-def _is_pruning(reason: str) -> bool:
-    return "needs at least" in reason
 
 
 def next_command(result: SearchResult, db: str | None = None) -> str:

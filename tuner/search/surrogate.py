@@ -7,7 +7,6 @@ of the logarithms of times has a term for each. The candidate grid has the dista
 import math
 from collections.abc import Mapping, Sequence
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -16,6 +15,13 @@ from flashtune.tuner.candidates import Candidate, SearchTask
 
 Floats = NDArray[np.float64]
 
+# The hyperparameters: standard deviations of the natural logarithms of times, unless noted.
+SHARED = 0.3  # of the offset that all candidates share
+TRUST = 0.5  # of the slope of times over predictions
+GRID = 0.15  # of the part that depends on the position on the grid
+FADING = 0.35  # decay rate of the covariance with the distance on the grid
+NOISE = 0.005  # of a measured time
+FAILED = 0.4  # added to the median logarithm for candidates that failed
 # The coordinate on axes of other families. It differs by a whole step from every other coordinate.
 ELSEWHERE = -1.0
 
@@ -27,7 +33,6 @@ class CandidateGrid:
 
     Attributes:
         places: The index of each candidate.
-        axes: Names of the axes that have more than one value, as `family.axis`.
     """
 
     def __init__(self, scope: SearchTask, candidates: Sequence[Candidate]) -> None:
@@ -39,7 +44,6 @@ class CandidateGrid:
         ]
         self.candidates = tuple(candidates)
         self.places = {candidate: index for index, candidate in enumerate(self.candidates)}
-        self.axes = tuple(f"{family}.{axis.name}" for family, axis in self._axes)
         self._ordered = np.array([axis.ordered for _, axis in self._axes], dtype=bool)
         self._points = np.array([self._point(candidate) for candidate in self.candidates], dtype=np.float64)
         self._points = self._points.reshape(len(self.candidates), len(self._axes))
@@ -78,24 +82,12 @@ def _position(axis: Axis, candidate: Candidate) -> float:
     return axis.values.index(value) / (len(axis.values) - 1) if value in axis.values else 0.0
 
 
-class GpParams(msgspec.Struct, frozen=True):
-    """The hyperparameters: standard deviations of the natural logarithms of times, unless noted."""
-
-    shared: float = 0.3  # Of the offset that all candidates share.
-    trust: float = 0.5  # Of the slope of times over predictions.
-    grid: float = 0.15  # Of the part that depends on the position on the grid.
-    fading: float = 0.35  # Decay rate of the covariance with the distance on the grid.
-    noise: float = 0.005  # Of a measured time.
-    failed: float = 0.4  # Added to the median logarithm for candidates that failed.
-
-
 class Surrogate:
     """The Gaussian process over the candidates of a pool."""
 
-    def __init__(self, pool: CandidateGrid, predicted_ms: Sequence[float], beliefs: GpParams) -> None:
+    def __init__(self, pool: CandidateGrid, predicted_ms: Sequence[float]) -> None:
         """Takes the predicted times of the pool's candidates, in ms and in order."""
         self._pool = pool
-        self._beliefs = beliefs
         self._prior = np.log(np.asarray(predicted_ms))
         self._centred = self._prior - (self._prior.mean() if len(predicted_ms) else 0.0)
         self._rows: dict[int, Floats] = {}
@@ -107,7 +99,7 @@ class Surrogate:
         time. `trying` are indices of unfinished candidates, each of which counts with its expected time.
         """
         logs = {index: math.log(ms) for index, ms in measured.items() if ms is not None}
-        slow = float(np.median(list(logs.values()))) + self._beliefs.failed
+        slow = float(np.median(list(logs.values()))) + FAILED
         values = {index: logs.get(index, slow) for index in measured}
         if trying:
             mean, _, _ = self._mean(values)
@@ -128,7 +120,7 @@ class Surrogate:
         """
         places = np.array(list(values))
         across = np.stack([self._covariances(index) for index in values])
-        noise = self._beliefs.noise**2 * np.eye(len(places))
+        noise = NOISE**2 * np.eye(len(places))
         lower = np.linalg.cholesky(across[:, places] + noise).astype(np.float64)
         surprise = np.array(list(values.values())) - self._prior[places]
         level = float(np.median(surprise))
@@ -139,8 +131,8 @@ class Surrogate:
     def _deviation(self, lower: Floats, across: Floats) -> Floats:
         """Returns the posterior standard deviation of every candidate's logarithm."""
         spread = np.linalg.solve(lower, across)
-        own = self._beliefs.shared**2 + self._beliefs.grid**2 + (self._beliefs.trust * self._centred) ** 2
-        variance = np.maximum(own - (spread**2).sum(axis=0), self._beliefs.noise**2)
+        own = SHARED**2 + GRID**2 + (TRUST * self._centred) ** 2
+        variance = np.maximum(own - (spread**2).sum(axis=0), NOISE**2)
         deviation: Floats = np.sqrt(variance)
         return deviation
 
@@ -148,12 +140,11 @@ class Surrogate:
         """Returns the prior covariances of one candidate with all. They are constant, so they are cached."""
         row = self._rows.get(index)
         if row is None:
-            believed = self._beliefs
             apart = self._pool.steps(self._pool.candidates[index]).sum(axis=1)
             row = (
-                believed.shared**2
-                + believed.trust**2 * self._centred[index] * self._centred
-                + believed.grid**2 * np.exp(-believed.fading * apart)
+                SHARED**2
+                + TRUST**2 * self._centred[index] * self._centred
+                + GRID**2 * np.exp(-FADING * apart)
             )
             self._rows[index] = row
         return row

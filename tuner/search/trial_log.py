@@ -1,5 +1,6 @@
 """The trial log of one search: every finished candidate is stored as a record at once."""
 
+import re
 from collections import Counter
 
 import msgspec
@@ -156,7 +157,5 @@ def _was_pruned(record: Record) -> bool:
 
 
 def _reason(record: Record) -> str:
-    words = "".join("#" if letter.isdigit() else letter for letter in record.message)
-    while "##" in words:
-        words = words.replace("##", "#")
+    words = re.sub(r"[\d#]+", "#", record.message)
     return f"{record.outcome.value}: {words.splitlines()[0][:80]}" if words else record.outcome.value

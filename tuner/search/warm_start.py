@@ -43,14 +43,11 @@ def finished(
     return {
         candidate: entry
         for candidate, entry in latest.items()
-        if (entry.record.outcome is not Outcome.OK and not (retry_failed and _may_be_retried(entry.record)))
+        if entry.record.outcome is Outcome.INFEASIBLE
+        or (entry.record.outcome is not Outcome.OK and not retry_failed)
         or may_be_selected(entry.record)
         or (entry.record.outcome is Outcome.OK and fastest < (entry.record.ms or math.inf))
     }
-
-
-def _may_be_retried(record: Record) -> bool:
-    return record.outcome not in (Outcome.OK, Outcome.INFEASIBLE)
 
 
 def _answers(record: Record, scope: SearchTask, provenance: Provenance) -> bool:

@@ -201,7 +201,7 @@ def observe(point: Point, target: Target, compiled: Compiled) -> Observed | None
         modelled=modelled.sram_bytes,
         sram_bytes=resources.sram_bytes,
         capacity=target.sram_per_block,
-        fits=overflow(resources, target) is None,
+        fits=not overflow(resources, target),
         pruned=modelled.excess > 0,
     )
 

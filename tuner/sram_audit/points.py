@@ -113,12 +113,12 @@ def _draw(draw: random.Random, family: Family, target: Target) -> Point | None:
     """Returns a point, or None if the family or its space has none."""
     problem = _draw_problem(draw, family)
     takes_queries = _takes_queries(family, target)
-    needs_features = takes_queries and not _is_plain(family, target)
-    choices = FEATURES if needs_features else ({}, *FEATURES)
+    is_plain = _computes(family, _problem(family, DTYPES[0], 64, 64, LENGTHS[0]), target)
+    choices = FEATURES if takes_queries and not is_plain else ({}, *FEATURES)
     problem = msgspec.structs.replace(problem, **draw.choice(choices))
     if not takes_queries:
         problem = msgspec.structs.replace(problem, **draw.choice(DECODED))
-    assumed = _draw_specialization(draw)
+    assumed = Specialization(draw.choice(tuple(Alignment)), draw.choice((32, 64)), draw.random() < 0.5)
     if unsupported_reason(family, problem, target, assumed):
         return None
     space = family.space(problem, target)
@@ -128,11 +128,6 @@ def _draw(draw: random.Random, family: Family, target: Target) -> Point | None:
 
 def _computes(family: Family, problem: Problem, target: Target) -> bool:
     return unsupported_reason(family, problem, target, Specialization()) is None
-
-
-def _is_plain(family: Family, target: Target) -> bool:
-    """Returns whether a family computes plain attention."""
-    return _computes(family, _problem(family, DTYPES[0], 64, 64, LENGTHS[0]), target)
 
 
 def _takes_queries(family: Family, target: Target) -> bool:
@@ -173,10 +168,6 @@ def _problem(
         seqlen_kv=length,
         causal=causal,
     )
-
-
-def _draw_specialization(draw: random.Random) -> Specialization:
-    return Specialization(draw.choice(tuple(Alignment)), draw.choice((32, 64)), draw.random() < 0.5)
 
 
 def unrolled(point: Point, target: Target) -> int:

@@ -181,12 +181,12 @@ def _why_not_loaded(need: Need, target: Target, device: int) -> str:
 
     from flashtune.dispatch.bound_request import KernelKey
     from flashtune.request.request import Prefer
-    from flashtune.runtime.kernel_fallback import chosen
+    from flashtune.runtime.kernel_loader import KernelLoader
 
     gpu = torch.device("cuda", device)
     key = KernelKey(need.problem, need.kernel.specialization, Prefer.GENERATED, gpu)
     try:
-        chosen(need.selection, target, key)
+        KernelLoader().load(need.selection, target, key)
     except (KernelError, VerificationError) as error:
         return str(error)
     return ""

@@ -41,7 +41,7 @@ _Binary = tuple[str, tuple[str, str, str, str]]
 class OnGpu(msgspec.Struct, frozen=True):
     """The results of a GPU."""
 
-    outcomes: Mapping[int, Outcome] = {}  # Outcomes by `id` of the record.
+    outcomes: Mapping[Subject, Outcome] = {}
     checks: tuple[Check, ...] = ()  # All verdicts.
     # Records with a passed kernel of their own, each with the check.
     passed: tuple[tuple[Record, Check], ...] = ()
@@ -81,17 +81,6 @@ class _Result(NamedTuple):
         return not self.task.sibling
 
 
-class _Times(NamedTuple):
-    """The times of kernels."""
-
-    # Why the kernel of a record was not timed, by `id` of the record; empty if it was. Kernels that the run
-    # did not reach are left out.
-    lost: Mapping[int, str]
-    measurements: Mapping[int, Measurement]  # The measurements, by `id` of the record.
-    # Resources of kernels that differ from their records' kernels, by digest.
-    resources: Mapping[str, Resources]
-
-
 def check_on_gpu(
     subjects: list[Subject], index: int, runs: Runs, table: TunedTable | None = None, *, timed: bool = False
 ) -> OnGpu:
@@ -104,35 +93,41 @@ def check_on_gpu(
     tasks = _tasks(subjects, table)
     _compile(tasks, runs)
     results = _check(tasks, index, runs)
-    failed = {id(result.task.subject.record) for result in results if result.is_own and result.failed != ""}
-    right = [subject for subject in subjects if id(subject.record) not in failed]
-    to_time = [subject for subject in right if _wants_time(subject, table)] if timed else []
-    times = _time(to_time, index, runs)
+    own = {result.task.subject: result for result in results if result.is_own}
+    right = [subject for subject in subjects if subject not in own or own[subject].failed == ""]
+    times, resources = _time(
+        [subject for subject in right if timed and _wants_time(subject, table)], index, runs
+    )
+    failures: dict[Subject, list[str | None]] = {subject: [] for subject in subjects}
+    for result in results:
+        failures[result.task.subject].append(result.failed)
+    for subject, (why, _) in times.items():
+        failures[subject].append(why and f"cannot be timed: {why}")
     return OnGpu(
-        outcomes=_outcomes(subjects, results, to_time, times),
+        outcomes={
+            subject: Outcome(next(filter(None, reasons), ""), None in reasons, subject in own)
+            for subject, reasons in failures.items()
+        },
         checks=tuple(result.check for result in results if result.check is not None),
-        passed=_passed(results),
+        passed=tuple(
+            (subject.record, result.check)
+            for subject, result in own.items()
+            if result.check is not None and result.failed == ""
+        ),
         receipts=_receipts(results),
-        times=_timings(to_time, times),
-        resources=times.resources,
+        times=tuple(
+            _timing(subject, measurement)
+            for subject, (_, measurement) in times.items()
+            if measurement is not None
+        ),
+        resources=resources,
     )
 
 
-def _outcomes(
-    subjects: list[Subject], results: list[_Result], to_time: list[Subject], times: _Times
-) -> dict[int, Outcome]:
-    """Returns the outcome of each record, by `id`."""
-    failures: dict[int, list[str | None]] = {id(subject.record): [] for subject in subjects}
-    for result in results:
-        failures[id(result.task.subject.record)].append(result.failed)
-    for subject in to_time:
-        lost = times.lost.get(id(subject.record))
-        failures[id(subject.record)].append(lost and f"cannot be timed: {lost}")
-    own = {id(result.task.subject.record) for result in results if result.is_own}
-    return {
-        key: Outcome(failed=next(filter(None, listed), ""), missed=None in listed, ran=key in own)
-        for key, listed in failures.items()
-    }
+def _timing(subject: Subject, measurement: Measurement) -> Timing:
+    record, kernel = subject.record, subject.kernel.digest
+    versions = current_versions(record.family)
+    return Timing(problem=record.problem.key, kernel=kernel, versions=versions, measurement=measurement)
 
 
 def _tasks(subjects: list[Subject], table: TunedTable | None) -> list[_Task]:
@@ -224,15 +219,6 @@ def _workers(index: int) -> int:
     return max(1, min(MAX_WORKERS, available_cpus() // 2, free // WORKER_BYTES))
 
 
-def _passed(results: list[_Result]) -> tuple[tuple[Record, Check], ...]:
-    """Returns the records with a passed kernel of their own, each with the check."""
-    return tuple(
-        (result.task.subject.record, result.check)
-        for result in results
-        if result.check is not None and result.is_own and result.failed == ""
-    )
-
-
 def _receipts(results: list[_Result]) -> tuple[Check, ...]:
     """Returns one check for each kernel that passed at all of its records' shapes."""
     checks: dict[str, list[Check | None]] = {}
@@ -262,11 +248,17 @@ def _lacks_shared_times(record: Record) -> bool:
     return timed is not None and not timed.shared and bool(timed_ways(record.problem))
 
 
-def _time(subjects: list[Subject], index: int, runs: Runs) -> _Times:
+def _time(
+    subjects: list[Subject], index: int, runs: Runs
+) -> tuple[dict[Subject, tuple[str | None, Measurement | None]], dict[str, Resources]]:
     """Times the kernels of records one after another, with no other job on the GPU.
 
     Kernels that differ from their records' kernels are first compiled as in a search. They are timed only if
     a search would launch them.
+
+    Returns:
+        Why each kernel was not timed, None if the run did not reach it, and its time; and, by digest, the
+        resources of kernels that differ from their records' kernels.
     """
     changed = [subject for subject in subjects if subject.renders_differently]
     compiled = runs.run(
@@ -276,38 +268,23 @@ def _time(subjects: list[Subject], index: int, runs: Runs) -> _Times:
         {subject.kernel.digest: (subject.kernel, subject.target) for subject in changed},
         verify_jobs.COMPILE_SECONDS,
     )
-    lost = {id(subject.record): compiled.get(subject.kernel.digest, (None, None))[0] for subject in changed}
+    lost = {subject: compiled.get(subject.kernel.digest, (None, None))[0] for subject in changed}
     timed = runs.run(
         "timing",
         lambda: start_pool(1),
         verify_jobs.time_on_gpu,
         {
-            id(subject.record): (
+            subject: (
                 subject.record,
                 index,
                 subject.renders_differently or _lacks_shared_times(subject.record),
             )
             for subject in subjects
-            if lost.get(id(subject.record), "") == ""
+            if lost.get(subject, "") == ""
         },
         verify_jobs.GPU_SECONDS,
     )
-    return _Times(
-        lost={key: why for key, why in lost.items() if why} | {key: why for key, (why, _) in timed.items()},
-        measurements={key: measurement for key, (why, measurement) in timed.items() if not why},
-        resources={digest: resources for digest, (why, resources) in compiled.items() if not why},
-    )
-
-
-def _timings(subjects: list[Subject], times: _Times) -> tuple[Timing, ...]:
-    """Returns the entries of a table for the kernels that were timed."""
-    return tuple(
-        Timing(
-            problem=subject.record.problem.key,
-            kernel=subject.kernel.digest,
-            versions=current_versions(subject.record.family),
-            measurement=times.measurements[id(subject.record)],
-        )
-        for subject in subjects
-        if id(subject.record) in times.measurements
-    )
+    times: dict[Subject, tuple[str | None, Measurement | None]] = {
+        subject: timed.get(subject, (lost.get(subject) or None, None)) for subject in subjects
+    }
+    return times, {digest: resources for digest, (why, resources) in compiled.items() if not why}

@@ -118,8 +118,8 @@ def verify_records(
     runs = runs or Runs()
     listed = list(records)
     kernels = [record for record in listed if record.config is not None]
-    subjects = {id(record): _subject(record) for record in kernels}
-    sound = [subject for subject in subjects.values() if isinstance(subject, Subject)]
+    subjects = [_subject(record) for record in kernels]
+    sound = [subject for subject in subjects if isinstance(subject, Subject)]
     unfit = _compile(sound, runs)
     fit = [subject for subject in sound if unfit.get(_binary(subject)) == ""]
     name = gpu[1].name if gpu else None
@@ -127,7 +127,7 @@ def verify_records(
     on_gpu = check_on_gpu(here, gpu[0], runs, table, timed=timed) if gpu and here else OnGpu()
     interpreted = _interpret([subject for subject in fit if subject.record.target != name], runs)
     checks = _Checks(unfit, on_gpu, interpreted, require_gpu, same_triton, allow_unproven)
-    results = [checks.result(record, subjects[id(record)]) for record in kernels]
+    results = [checks.result(*pair) for pair in zip(kernels, subjects, strict=True)]
     judged = tuple(result for result in results if result is not None)
     return Report(judged, len(listed) - len(kernels), len(results) - len(judged), on_gpu)
 
@@ -151,7 +151,7 @@ class _Checks(NamedTuple):
         misfit = self.unfit.get(_binary(subject))
         if misfit != "":
             return None if misfit is None else _result(record, subject.kernel, CheckMethod.NONE, misfit)
-        outcome = self.on_gpu.outcomes.get(id(record))
+        outcome = self.on_gpu.outcomes.get(subject)
         result = self._by_receipt(subject) if outcome is None else _on_gpu(subject, outcome)
         if (
             self.require_gpu

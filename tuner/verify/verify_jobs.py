@@ -96,7 +96,7 @@ def why_not_compiled(kernel: Kernel, target: Target) -> str:
     from flashtune.tuner.binary.resources import overflow, read_sizes
 
     try:
-        return overflow(read_sizes(kernel, target), target) or ""
+        return overflow(read_sizes(kernel, target), target)
     except MachineError:
         raise
     except KernelError as error:

@@ -54,13 +54,13 @@ def _seen_in_chunks(sight: MaskInfo, first: int) -> int:
     size, keys = sight.chunk, sight.seqlen_kv
     if not sight.seqlen_q:
         return 0
-    top, bottom = (place // size for place in (sight.diagonal, sight.diagonal + sight.seqlen_q - 1))
+    top, bottom = (position // size for position in (sight.diagonal, sight.diagonal + sight.seqlen_q - 1))
 
     def of_chunk(chunk: int) -> int:
         border = chunk * size
-        place = max(border, sight.diagonal)
-        rows = min(border + size, sight.diagonal + sight.seqlen_q) - place
-        return _seen_between(sight, rows, place, max(first, border), min(keys, border + size))
+        position = max(border, sight.diagonal)
+        rows = min(border + size, sight.diagonal + sight.seqlen_q) - position
+        return _seen_between(sight, rows, position, max(first, border), min(keys, border + size))
 
     # Chunks with all their queries and keys have equal counts. Of the others, only these have visible pairs.
     whole = range(max(top + 1, -(-first // size)), min(bottom, keys // size))
@@ -69,11 +69,11 @@ def _seen_in_chunks(sight: MaskInfo, first: int) -> int:
     return alike + sum(of_chunk(chunk) for chunk in others if chunk not in whole)
 
 
-def _seen_between(sight: MaskInfo, rows: int, place: int, start: int, end: int) -> int:
-    """Returns the visible pairs of `rows` queries from position `place` on with the keys start..end - 1."""
+def _seen_between(sight: MaskInfo, rows: int, position: int, start: int, end: int) -> int:
+    """Returns the visible pairs of `rows` queries from `position` on with the keys start..end - 1."""
     keys = max(0, end - start)
-    ends = rows * keys if sight.right is None else _ramp(rows, place + sight.right + 1 - start, keys)
-    return ends - (0 if sight.left is None else _ramp(rows, place - sight.left - start, keys))
+    ends = rows * keys if sight.right is None else _ramp(rows, position + sight.right + 1 - start, keys)
+    return ends - (0 if sight.left is None else _ramp(rows, position - sight.left - start, keys))
 
 
 def _ramp(rows: int, start: int, most: int) -> int:

@@ -34,9 +34,9 @@ def seen_keys(fields: FeatureFields, positions: Tensor, keys: Tensor, prefix: Te
     return seen if prefix is None else seen | (keys < prefix)
 
 
-def both(one: Tensor, other: Tensor) -> Tensor:
+def both(first: Tensor, other: Tensor) -> Tensor:
     """Returns the broadcast `and` of two masks, by bytes. Booleans take the CPU thirty times as long."""
-    return (one.view(torch.uint8) & other.view(torch.uint8)).view(torch.bool)
+    return (first.view(torch.uint8) & other.view(torch.uint8)).view(torch.bool)
 
 
 def seen_pairs(fields: FeatureFields, inputs: ExtraInputs, rows: Tensor, keys: int) -> Tensor:

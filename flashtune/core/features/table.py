@@ -345,21 +345,21 @@ FEATURES: Mapping[Feature, Description[FeatureFields, ExtraInputs]] = {
     ),
 }
 
-NUMBER_INPUTS = {number.name: number for one in FEATURES.values() for number in one.numbers}
+NUMBER_INPUTS = {number.name: number for entry in FEATURES.values() for number in entry.numbers}
 # The descriptions of all tensors by name. Quantised queries are no feature, but an element type.
 TENSOR_INPUTS = {
     "q_scale": TensorInput("q_scale", "q_scale", is_strided=True),
-    **{tensor.name: tensor for one in FEATURES.values() for tensor in one.tensors},
+    **{tensor.name: tensor for entry in FEATURES.values() for tensor in entry.tensors},
 }
 
 # The fields of a problem that are flags, with the names of the inputs that set them.
 _FLAGS = {
-    one.fields[0]: [given.name for given in one.numbers or one.tensors]
-    for one in FEATURES.values()
-    if (one.numbers or one.tensors) and bool in TYPES[one.fields[0]]
+    entry.fields[0]: [side_input.name for side_input in entry.numbers or entry.tensors]
+    for entry in FEATURES.values()
+    if (entry.numbers or entry.tensors) and bool in TYPES[entry.fields[0]]
 }
 # The values of fields in a problem without each feature.
-_ABSENT = [(feature, name, DEFAULTS[name]) for feature, one in FEATURES.items() for name in one.fields]
+_ABSENT = [(feature, name, DEFAULTS[name]) for feature, entry in FEATURES.items() for name in entry.fields]
 
 
 def features_of(fields: FeatureFields) -> frozenset[Feature]:
@@ -380,14 +380,16 @@ def feature_words(fields: FeatureFields) -> str:
     """Returns the features of a problem as the end of its key, empty without features."""
     has = features_of(fields)
     values = {name: "" if (value := getattr(fields, name)) is None else value for name in FIELDS}
-    return "".join(f"_{one.word.format_map(values)}" for feature, one in FEATURES.items() if feature in has)
+    return "".join(
+        f"_{entry.word.format_map(values)}" for feature, entry in FEATURES.items() if feature in has
+    )
 
 
 def score_tensors(fields: FeatureFields) -> list[str]:
     """Returns the names of the tensors of the features that change a problem's scores."""
     has = features_of(fields)
-    changing = (one for feature, one in FEATURES.items() if one.change and feature in has)
-    return [tensor.name for one in changing for tensor in one.tensors]
+    changing = (entry for feature, entry in FEATURES.items() if entry.change and feature in has)
+    return [tensor.name for entry in changing for tensor in entry.tensors]
 
 
 def changed_scores(scores: Tensor, rows: Rows, *, sizes: bool = False) -> Changed:
@@ -423,10 +425,12 @@ def usual_inputs(
 ) -> dict[str, Any]:
     """Returns typical inputs of some features by name; see `UsualCall`."""
     call = Call(fields, keys, dtype, device)
-    made = [one.usual(call) for feature, one in FEATURES.items() if feature in features and one.usual]
+    made = [entry.usual(call) for feature, entry in FEATURES.items() if feature in features and entry.usual]
     return {name: value for inputs in made for name, value in inputs.items()}
 
 
 def _changes(fields: FeatureFields) -> Iterator[tuple[Change, Derivative | None]]:
     has = features_of(fields)
-    return ((one.change, one.derivative) for name, one in FEATURES.items() if one.change and name in has)
+    return (
+        (entry.change, entry.derivative) for name, entry in FEATURES.items() if entry.change and name in has
+    )

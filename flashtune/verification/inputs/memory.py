@@ -1,6 +1,5 @@
 """The inputs of a case in poisoned memory: tensors, lengths, block tables and scales of a launch."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -58,23 +57,15 @@ class MemoryFrame(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """The tensors of a launch.
-
-    Attributes:
-        q, k, v: Inputs, each in poisoned surroundings.
-        out: The output.
-        lse: The log-sum-exp, [batch, heads, seqlen_q], or [1, heads, total_q] of a varlen batch.
-        extra_inputs: All extra inputs in poisoned or hostile surroundings.
-        side: The extra inputs as a launch takes them.
-    """
+    """The tensors of a launch, each in poisoned or hostile surroundings."""
 
     q: Guarded
     k: Guarded
     v: Guarded
     out: Guarded
-    lse: Guarded
-    extra_inputs: tuple[Guarded, ...]
-    side: ExtraInputs
+    lse: Guarded  # The log-sum-exp, [batch, heads, seqlen_q], or [1, heads, total_q] of a varlen batch.
+    extra_inputs: tuple[Guarded, ...]  # All extra inputs.
+    side: ExtraInputs  # The extra inputs as a launch takes them.
 
     @property
     def read(self) -> tuple[Guarded, ...]:
@@ -186,8 +177,8 @@ def _place_extra_inputs(
         copies["prefix"] = placing.integers(side.prefix, problem.seqlen_kv + OVER)
     for name, values in sequence_inputs(problem, lengths, table).items():
         # Cumulative lengths end with the number of rows.
-        hostile = {"seqlens_kv": problem.seqlen_kv + OVER, "block_table": -1}
-        copies[name] = placing.integers(values, hostile.get(name, int(values.flatten()[-1]) + OVER))
+        own = {"seqlens_kv": problem.seqlen_kv + OVER, "block_table": -1}
+        copies[name] = placing.integers(values, own.get(name, int(values.flatten()[-1]) + OVER))
     if side.block_counts is not None and side.block_indices is not None:
         for name, lists, hostile in (
             ("block_counts", side.block_counts, side.block_indices.shape[-1] + OVER),
@@ -214,7 +205,7 @@ def _scales(
         if scale is not None and problem.kv_dtype is None:
             copies[name] = placing.floats(scale)
         elif scale is not None:
-            copies[name] = _cache_scale(problem, scale, lengths, table, placing.floats, step)
+            copies[name] = _cache_scale(problem, scale, lengths, table, placing, step)
     return copies
 
 
@@ -234,7 +225,7 @@ def _cache_scale(
     scale: Tensor,
     lengths: Lengths,
     table: Table | None,
-    floats: Callable[[Tensor], Tensor],
+    placing: _Placing,
     step: int,
 ) -> Tensor:
     """Returns the scales of a cache as kernels take them, [pages or batch, kv_heads].
@@ -244,7 +235,7 @@ def _cache_scale(
     """
     blocks = problem.batch if table is None else table.pages
     if problem.kv_scale is KvScale.TENSOR:
-        return floats(scale[:1, :1, 0]).expand(blocks, problem.kv_heads)
+        return placing.floats(scale[:1, :1, 0]).expand(blocks, problem.kv_heads)
     of_pages = problem.kv_scale is KvScale.PAGE
     wide = scale.new_full((blocks if of_pages else 1, problem.kv_heads + 1, step), float("nan"))
     if table is None or not of_pages:
@@ -253,4 +244,4 @@ def _cache_scale(
         places = key_places(problem, lengths, table.entries).to(scale.device)
         first = places.slot == 0
         wide[places.block[first], :-1, 0] = scale[places.sequence[first], :, places.row[first]]
-    return floats(wide)[:, :-1, 0].expand(blocks, problem.kv_heads)
+    return placing.floats(wide)[:, :-1, 0].expand(blocks, problem.kv_heads)

@@ -160,19 +160,12 @@ def put(memory: Tensor, dense: Tensor, places: Places) -> None:
 
 
 class SequenceLayout(NamedTuple):
-    """The positions of a problem's sequences in memory.
-
-    Attributes:
-        problem: The problem.
-        lengths: Lengths of its sequences.
-        queries_at: Positions of queries, None if tensors are padded already.
-        keys_at: Positions of keys, likewise.
-    """
+    """The positions of a problem's sequences in memory."""
 
     problem: Problem
     lengths: Lengths
-    queries_at: Places | None
-    keys_at: Places | None
+    queries_at: Places | None  # None if tensors are padded already.
+    keys_at: Places | None  # None if tensors are padded already.
 
     def queries(self, memory: Tensor) -> Tensor:
         """Returns rows of queries with zeros after each sequence, [batch, heads, seqlen_q, width]."""

@@ -76,21 +76,13 @@ class CaseCache(Generic[Made]):
 
 
 class Prepared(NamedTuple):
-    """A case's tensors and reference.
-
-    Attributes:
-        memory: The tensors of a launch.
-        lengths: Lengths of the sequences.
-        chosen: The compared rows.
-        expected: Their reference. Rows that a varlen sequence does not have may be anything.
-        checksum: Sums of the bits of all inputs.
-    """
+    """A case's tensors and reference."""
 
     memory: Memory
     lengths: Lengths
     chosen: Sample
-    expected: Expected
-    checksum: Tensor
+    expected: Expected  # Rows that a varlen sequence does not have may be anything.
+    checksum: Tensor  # Sums of the bits of all inputs.
 
     @property
     def read(self) -> tuple[Guarded, ...]:

@@ -35,7 +35,7 @@ CHUNK_KEYS = {"cuda": 2**28, "cpu": 2**25}
 
 # Features that change scores or hide keys. Without them, the number of visible keys of a row determines these
 # keys.
-ON_SCORES = frozenset(feature for feature, one in FEATURES.items() if one.is_mask or one.change)
+ON_SCORES = frozenset(feature for feature, entry in FEATURES.items() if entry.is_mask or entry.change)
 
 
 # A bias that absorbs all scores, in float64 too. Hidden scores are lower.
@@ -93,8 +93,8 @@ def widened(
 def _all_widened(tensor: Tensor, factor: Tensor | None, times: int) -> Tensor:
     """Returns all heads in float64, each `times` times. Copies only, so no indexing kernels are loaded."""
 
-    def widened(one: Tensor) -> Tensor:
-        repeated = one[:, :, None].expand(-1, -1, times, *one.shape[2:])
+    def widened(narrow: Tensor) -> Tensor:
+        repeated = narrow[:, :, None].expand(-1, -1, times, *narrow.shape[2:])
         return repeated.to(torch.float64, memory_format=torch.contiguous_format).flatten(0, 2)
 
     wide = widened(tensor)

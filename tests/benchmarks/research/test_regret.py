@@ -13,21 +13,17 @@ from benchmarks.dispatch_regret.analysis import (
     Point,
     RegretReport,
     Timed,
-    dispatched,
     draw_problems,
     figures,
     finalists,
     regret,
     thinned,
 )
-from flashtune.core.kernel import Specialization
-from flashtune.core.problem import Causal, Dtype, Problem
+from flashtune.core.problem import Problem
 from flashtune.core.record import Record
 from flashtune.core.target import find_target
 from flashtune.db.table import shipped_table
 from flashtune.dispatch.versions import current_versions
-from flashtune.templates.registry import find_family
-from flashtune.templates.rendering import render
 from flashtune.tuner.candidates import Candidate
 
 TARGET = find_target("h200")
@@ -45,21 +41,6 @@ def problems(records: tuple[Record, ...]) -> tuple[Problem, ...]:
     return draw_problems(60, 3, (record.problem for record in records))
 
 
-def test_drawn_shapes_are_held_out_and_varied(
-    problems: tuple[Problem, ...], records: tuple[Record, ...]
-) -> None:
-    assert not {problem.key for problem in problems} & {record.problem.key for record in records}
-    assert len(set(problems)) == 60
-    assert draw_problems(60, 3, (record.problem for record in records)) == problems
-    assert draw_problems(60, 4, ()) != problems
-    assert {problem.dtype for problem in problems} == {Dtype.BF16}
-    assert {problem.head_dim for problem in problems} == {64, 128, 256}
-    assert {problem.causal for problem in problems} == {Causal.NONE, Causal.BOTTOM_RIGHT}
-    assert any(problem.group_size > 1 for problem in problems)
-    assert any(problem.seqlen_q != problem.seqlen_kv for problem in problems)
-    assert any(problem.seqlen_q % 64 for problem in problems)
-
-
 def test_thinned_tables_are_nested_and_keep_every_kind(records: tuple[Record, ...]) -> None:
     whole, half, quarter = (thinned(records, share) for share in SHARES)
     assert set(map(id, whole)) == set(map(id, records))
@@ -72,28 +53,6 @@ def test_thinned_tables_are_nested_and_keep_every_kind(records: tuple[Record, ..
         kept = len({record.problem.key for record in table})
         assert share * anchors <= kept < share * anchors + len(kinds)
     assert set(map(id, thinned(reversed(records), 0.5))) == set(map(id, half))
-
-
-@pytest.mark.slow
-def test_finalists_include_the_tuned_configs_and_can_be_rendered(
-    problems: tuple[Problem, ...], records: tuple[Record, ...]
-) -> None:
-    tuned = {(record.family, record.config) for record in records}
-    for problem in problems[:20]:
-        entrants = finalists(problem, TARGET, records)
-        assert len(set(entrants)) == len(entrants) >= 8
-        chosen = dispatched(TARGET, problem, records)
-        assert find_family(chosen.family).space(problem, TARGET).contains(chosen.config)
-        if chosen.family == "forward_hopper" and (chosen.family, chosen.config) in tuned:
-            assert chosen in entrants
-        assert {entrant.family for entrant in entrants} >= {"forward_hopper", "forward_q_outer"}
-    static = timing._static(problems[0])
-    for entrant in finalists(problems[0], TARGET, records):
-        family = find_family(entrant.family)
-        kernels = (
-            render(family, problem, entrant.config, Specialization()) for problem in (static, problems[0])
-        )
-        assert len({kernel.digest for kernel in kernels}) == 1
 
 
 def timed(candidate: Candidate, ms: float) -> Timed:
@@ -130,16 +89,6 @@ def test_times_from_before_an_axis_was_added_count(
     assert regret(Point(problems[0], (before,)), since) is None
     gone = msgspec.structs.replace(before, config=f"{label} left_out=1")
     assert regret(Point(problems[0], (gone,)), candidate) is None
-
-
-def test_percentiles_are_observed_regrets(problems: tuple[Problem, ...], records: tuple[Record, ...]) -> None:
-    first, second = finalists(problems[0], TARGET, records)[:2]
-    points = [
-        Point(problem, (timed(first, 1 + 0.01 * index), timed(second, 1.0)))
-        for index, problem in enumerate(problems[:20])
-    ]
-    summary = figures(points, records, 1.0, lambda problem, kept: first)
-    assert (summary.median, summary.p95, summary.worst) == pytest.approx((0.095, 0.18, 0.19))
 
 
 @pytest.mark.gpu

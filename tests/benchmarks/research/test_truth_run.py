@@ -1,13 +1,9 @@
 """Tests of building a tabular benchmark with fake processes."""
 
-from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-
-import pytest
-from pebble import ProcessExpired
 
 from benchmarks.exhaustive import run
 from benchmarks.exhaustive.inner_loop import Loop
@@ -19,7 +15,7 @@ from flashtune.core.target import find_target
 from flashtune.tuner.candidates import Candidate
 from flashtune.tuner.execution.compile_pool import Compiled
 from flashtune.tuner.execution.evaluation import Evaluation
-from flashtune.tuner.execution.gpu_jobs import FATAL_EXIT, time_finalists
+from flashtune.tuner.execution.gpu_jobs import time_finalists
 from tests.benchmarks.research.truth_fakes import a_problem
 
 ANCHOR_MS = 2.0
@@ -37,24 +33,17 @@ def done(result: Any) -> Future[Any]:
     return future
 
 
-def crashed(code: int) -> Future[Any]:
-    error = ProcessExpired("Abnormal termination")  # type: ignore[no-untyped-call]
-    error.exitcode = code
-    return failed(error)
-
-
 def of_two_groups(candidate: Candidate) -> int:
     return int(getattr(candidate.config, "num_consumer_groups", 0)) == 2
 
 
 class FakeWorkers:
-    """Compiles and measures in no time; some candidates do not compile, some take the process down."""
+    """Compiles and measures in no time. Some candidates do not compile."""
 
     device, jobs = 0, 4
 
-    def __init__(self, crashes: Callable[[Candidate], bool] = lambda candidate: False) -> None:
+    def __init__(self) -> None:
         self.compilers = SimpleNamespace(schedule=self._compile)
-        self._crashes = crashes
         self.batches: list[tuple[Candidate, ...]] = []
         self.final: tuple[Candidate, ...] = ()
 
@@ -74,8 +63,6 @@ class FakeWorkers:
             return done(tuple(Measurement(1.5, 1.4, 1.6, 21, peers=peers) for _ in self.final))
         candidates = arguments[2]
         self.batches.append(candidates)
-        if any(map(self._crashes, candidates)):
-            return crashed(FATAL_EXIT)
         measured = tuple(
             Evaluation(Outcome.OK, measurement=Measurement(1.0, 0.9, 1.1, 9))
             if of_two_groups(entry)
@@ -114,21 +101,3 @@ def test_only_the_best_are_timed_again(tmp_path: Path) -> None:
     for row in table.rows:
         assert (row.final is not None) == (table.candidate(row) in workers.final)
     assert table.peers == (PeerTime("sdpa-cudnn", 3.0),)
-
-
-@pytest.mark.slow
-def test_batch_of_a_dead_process_is_retried_one_by_one(tmp_path: Path) -> None:
-    def turns(candidate: Candidate) -> bool:
-        return bool(getattr(candidate.config, "ping_pong", False))
-
-    workers = FakeWorkers(turns)
-    table = made(workers, tmp_path / "table.json.xz")
-    for row in table.rows:
-        candidate = table.candidate(row)
-        if candidate.config.num_stages == 2:
-            assert row.outcome is (Outcome.LAUNCH_ERROR if turns(candidate) else Outcome.OK)
-    assert "illegal memory access" in {row.message for row in table.rows}
-    assert (
-        sum(len(batch) == 1 for batch in workers.batches)
-        >= sum(map(turns, map(table.candidate, table.rows))) / 3
-    )

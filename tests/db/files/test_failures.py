@@ -15,12 +15,12 @@ from sqlalchemy import Engine, event
 
 from flashtune.core.errors import StoreError
 from flashtune.core.record import Record
-from flashtune.core.session import SESSION
 from flashtune.db import creation
 from flashtune.db.light.reader import open_reader
 from flashtune.db.light.self_checks import remember_check
 from flashtune.db.store import Store, open_store
 from tests.db.files.hostile import CHECK, refused
+from tests.support.runtime import forget_all
 
 MakeRecord = Callable[..., Record]
 NONE = 65534
@@ -204,7 +204,7 @@ def test_folder_without_file_locks(
     def fail(*_: Any) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    SESSION.reset()
+    forget_all()
     monkeypatch.setattr("fcntl.lockf", fail)
     monkeypatch.setattr("fcntl.flock", fail)
     with pytest.raises(StoreError, match="has no file locks"):

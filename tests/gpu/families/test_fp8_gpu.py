@@ -14,11 +14,11 @@ from flashtune.core.errors import ProblemError
 from flashtune.core.features.records import ExtraInputs
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Causal, Problem
-from flashtune.core.session import SESSION
 from flashtune.core.target import device_target
-from flashtune.dispatch import decision
+from flashtune.dispatch import platform
 from flashtune.dispatch.tables import Tables
 from flashtune.request.quantization import quantize
+from flashtune.runtime.session import SESSION
 from flashtune.templates.family import Family
 from flashtune.templates.registry import families
 from flashtune.verification.cases import Level
@@ -110,7 +110,7 @@ def inputs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Inputs]:
     )
     if not quantized_families(problem):
         pytest.skip("no family takes quantised inputs")
-    monkeypatch.setattr(decision, "tuned_records", lambda _: Tables({}, {}))
+    monkeypatch.setattr(platform, "tuned_records", lambda _: Tables({}, {}))
     SESSION.forget()
     generator = torch.Generator("cuda").manual_seed(5)
     shapes = ((2, 8, 500, 128), (2, 2, 700, 128), (2, 2, 700, 128))

@@ -14,11 +14,12 @@ from flashtune.core.record import Selection
 from flashtune.core.target import device_target
 from flashtune.db.eligibility import by_problem
 from flashtune.db.store import Store, open_store
-from flashtune.dispatch import decision
+from flashtune.dispatch import platform
 from flashtune.dispatch.tables import Tables
 from flashtune.request.call import dense_call
 from flashtune.request.read_call import read_call
-from flashtune.runtime import kernel_fallback
+from flashtune.runtime.kernel_loader import LoadedKernel
+from flashtune.runtime.session import SESSION
 from flashtune.templates.registry import find_family
 from flashtune.tuner.search.driver import run_search
 from flashtune.tuner.search.request import Budget, SearchRequest, SearchResult
@@ -38,14 +39,14 @@ def family_of(*inputs: Tensor) -> str:
 
 
 def test_failed_native_kernel_is_replaced_by_a_portable_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = kernel_fallback.chosen
+    real = SESSION.loader.load
 
-    def refuse_native(selection: Selection, *rest: object) -> kernel_fallback.LoadedKernel:
+    def refuse_native(selection: Selection, *rest: object) -> LoadedKernel:
         if selection.record.family == NATIVE:
             raise KernelError("AttributeError: this Triton calls it otherwise")
         return real(selection, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(kernel_fallback, "chosen", refuse_native)
+    monkeypatch.setattr(SESSION.loader, "load", refuse_native)
     q, k, v = tensors()
     with pytest.warns(FlashtuneWarning, match="calls it otherwise, so a default config serves"):
         out = attention(q, k, v)
@@ -78,7 +79,7 @@ def test_joint_search_stores_a_fallback_for_other_tensors(
     assert result.best.resources.warps in (8, 12, 16)
     assert result.fallback is not None
     records = [row.record for row in (*store.selections(), *store.fallbacks())]
-    monkeypatch.setattr(decision, "tuned_records", lambda _: Tables(by_problem(records), {}))
+    monkeypatch.setattr(platform, "tuned_records", lambda _: Tables(by_problem(records), {}))
     inputs = tensors()
     assert family_of(*inputs) == result.best.family
     odd = [torch.nn.functional.pad(tensor, (0, 1))[..., :-1] for tensor in inputs]

@@ -4,11 +4,10 @@ from typing import Any
 
 import pytest
 
-from flashtune.core.session import SESSION
 from flashtune.dispatch import decision
 from flashtune.integrations import operator_overrides
 from flashtune.integrations import torch as integration
-from flashtune.runtime import deferred
+from flashtune.runtime.session import SESSION
 from tests.gpu.calls import forget
 from tests.support.models import diffusers_models
 from tests.support.models.diffusers_models import largest, output
@@ -40,7 +39,7 @@ def test_attention_of_models_is_served(monkeypatch: pytest.MonkeyPatch, name: st
     with integration.activate():
         for _ in range(2):
             output(model, masked=False)
-            assert deferred.wait(300)
+            assert SESSION.wait(300)
         assert passed_on, "torch serves until kernels are prepared"
         passed_on.clear()
         out = output(model, masked=False)

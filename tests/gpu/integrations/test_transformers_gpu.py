@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 import flashtune.integrations
-from flashtune.core.session import SESSION
 from flashtune.integrations import transformers as integration
 from flashtune.integrations.transformers_jobs import Job
-from flashtune.runtime import deferred
+from flashtune.runtime.session import SESSION
 from tests.gpu.calls import forget
 from tests.support.models.transformers_models import (
     ARCHITECTURES,
@@ -54,7 +53,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     monkeypatch.setattr(integration, "_usual", lambda *_: None)
     integration.register()
     yield is_served
-    deferred.wait()
+    SESSION.wait()
     SESSION.forget()
 
 

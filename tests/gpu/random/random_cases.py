@@ -58,7 +58,8 @@ def _probe(chance: random.Random, problem: Problem) -> Probe:
     more: tuple[Probe, ...] = (Probe.SINK, Probe.SINK) if problem.sinks else ()
     masked = problem.features or problem.causal is not Causal.NONE
     more += (Probe.EDGE, Probe.EDGE) if masked else ()
-    return chance.choice((*(BACKWARD_PROBES if problem.is_backward else FORWARD_PROBES), *more))
+    probes: tuple[Probe, ...] = BACKWARD_PROBES if problem.is_backward else FORWARD_PROBES
+    return chance.choice((*probes, *more))
 
 
 def _draws(chance: random.Random, problem: Problem, config: Config) -> tuple[Draw, Draw]:

@@ -1,8 +1,8 @@
 """Tests of prologue and epilogue of the Hopper backward kernel in the interpreter."""
 
+import functools
 import itertools
 import math
-import sys
 from typing import Any
 
 import msgspec
@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from flashtune import testing
 from flashtune.core.kernel import Kernel, Specialization
-from flashtune.core.problem import Direction, Dtype, Problem
+from flashtune.core.problem import Problem
 from flashtune.core.target import find_target
 from flashtune.launch.compilation import load_module
 from flashtune.request.dropout import row_states
@@ -23,117 +24,122 @@ from tests.mutants.core import Mutant, broken
 FAMILY = find_family("backward_hopper")
 TARGET = find_target("h200")
 SCALE = 0.3
+QUERIES, KEYS = 150, 70
+LENGTHS = (70, 0, 130, 1, 64)
+# Rows that no sequence has, before the first one and after the last.
+BEFORE, BEHIND = 5, 30
 WIDTHS = pytest.mark.parametrize(
-    ("head_dim", "value_head_dim"), [(64, 64), (40, 56), (128, 128), (72, 120), (256, 256), (136, 136)]
+    "widths", [(64, 64), (40, 56), (128, 128), (72, 120), (256, 256), (136, 136)], ids=str
 )
+dense = functools.partial(
+    testing.problem,
+    f"heads=3,kv_heads=1,seqlen_q={QUERIES},seqlen_kv={KEYS},head_dim=64,dtype=fp16,batch=2,backward",
+)
+packed = functools.partial(dense, packed=1, batch=len(LENGTHS), seqlen=max(LENGTHS))
 
 
-def kernel_of(
-    head_dim: int,
-    value_head_dim: int,
-    *,
-    lse: bool = False,
-    deterministic: bool = False,
-    dropout: bool = False,
-    sinks: bool = False,
-    **changes: Any,
-) -> Kernel:
-    problem = Problem(
-        dtype=Dtype.FP16,
-        head_dim=head_dim,
-        value_head_dim=value_head_dim,
-        heads=3,
-        kv_heads=1,
-        batch=2,
-        seqlen_q=150,
-        seqlen_kv=70,
-        direction=Direction.BACKWARD,
-        deterministic=deterministic,
-        dropout=dropout,
-        sinks=sinks,
-    )
+def of_widths(widths: tuple[int, int]) -> Problem:
+    return dense(head_dim=widths[0], value_head_dim=widths[1])
+
+
+def kernel_of(problem: Problem, *, lse: bool = False, **changes: Any) -> Kernel:
     config = msgspec.structs.replace(FAMILY.default(problem, TARGET), **changes)
     return render(FAMILY, problem, config, Specialization(lse=lse))
 
 
-def tensors_of(head_dim: int, value_head_dim: int) -> tuple[Tensor, ...]:
+def starts_of(lengths: tuple[int, ...]) -> Tensor:
+    """The offsets of packed sequences, and the end of the last one."""
+    return torch.tensor((BEFORE, *lengths)).cumsum(0).int()
+
+
+def tensors_of(problem: Problem, starts: Tensor | None = None) -> tuple[Tensor, ...]:
     """q, k, v, out, dout, dq, dk, dv in BSHD layout."""
     torch.manual_seed(0)
+    batch, queries, keys = 2, QUERIES, KEYS
+    if starts is not None:
+        batch, queries, keys = 1, int(starts[-1]) + BEHIND, int(starts[-1]) + BEHIND
 
-    def made(heads: int, length: int, width: int) -> Tensor:
-        return torch.randn(2, length, heads, width, dtype=torch.float16).transpose(1, 2)
+    def made(heads: int, width: int) -> Tensor:
+        length = queries if heads == 3 else keys
+        return torch.randn(batch, length, heads, width, dtype=torch.float16).transpose(1, 2)
 
-    q, k, v = made(3, 150, head_dim), made(1, 70, head_dim), made(1, 70, value_head_dim)
-    out, dout = made(3, 150, value_head_dim), made(3, 150, value_head_dim)
-    return q, k, v, out, dout, made(3, 150, head_dim), made(1, 70, head_dim), made(1, 70, value_head_dim)
+    width, value_width = problem.head_dim, problem.value_head_dim
+    inputs = made(3, width), made(1, width), made(1, value_width)
+    return *inputs, made(3, value_width), made(3, value_width), *map(torch.empty_like, inputs)
+
+
+def prepared(
+    kernel: Kernel,
+    tensors: tuple[Tensor, ...],
+    lse: Tensor,
+    *rest: Tensor | float,
+    dlse: Tensor | None = None,
+    side: tuple[Tensor, ...] = (),
+) -> list[Tensor]:
+    """Launches the prologue, with `rest` as arguments behind the workspaces. Returns the workspaces."""
+    module = load_module(kernel)
+    workspaces = [torch.full(shape, math.nan) for shape in module.launch_plan(*tensors, *side)[1]]
+    grid, integers = module.prologue_plan(*tensors, *side)
+    sums = (lse,) if dlse is None else (lse, dlse)
+    arguments = *tensors[3:5], *sums, *workspaces, *rest
+    assert kernel.prologue is not None
+    assert len(arguments) + len(integers) == len(kernel.prologue.arguments)
+    module.prepare[grid](*arguments, *integers)
+    return workspaces
+
+
+def products(tensors: tuple[Tensor, ...]) -> Tensor:
+    """The product of the output and its gradient, [batch, heads, rows]."""
+    return (tensors[3].double() * tensors[4].double()).sum(-1).float()
 
 
 @WIDTHS
 @pytest.mark.parametrize("init", [False, True])
 @pytest.mark.parametrize("with_dlse", [False, True])
 def test_accumulators_are_initialised_with_softmax_terms(
-    head_dim: int, value_head_dim: int, init: bool, with_dlse: bool
+    widths: tuple[int, int], init: bool, with_dlse: bool
 ) -> None:
-    kernel = kernel_of(head_dim, value_head_dim, lse=with_dlse, init_accumulators=init)
-    module = load_module(kernel)
-    tensors = tensors_of(head_dim, value_head_dim)
-    out, dout = tensors[3:5]
-    lse, dlse = torch.randn(2, 3, 150), torch.randn(2, 3, 150)
+    problem = of_widths(widths)
+    kernel = kernel_of(problem, lse=with_dlse, init_accumulators=init)
+    tensors = tensors_of(problem)
+    lse, dlse = torch.randn(2, 3, QUERIES), torch.randn(2, 3, QUERIES)
     lse[1, 2, 140:] = -math.inf
-    _, shapes, _ = module.launch_plan(*tensors)
-    stats, sums = (torch.full(shape, math.nan) for shape in shapes)
-    grid, integers = module.prologue_plan(*tensors)
-    arguments = (out, dout, lse, *((dlse,) if with_dlse else ()), stats, sums, *((SCALE,) if init else ()))
-    assert len(arguments) + len(integers) == len(kernel.prologue.arguments)  # type: ignore[union-attr]
-    module.prepare[grid](*arguments, *integers)
+    scale = (SCALE,) if init else ()
+    stats, sums = prepared(kernel, tensors, lse, *scale, dlse=dlse if with_dlse else None)
     assert torch.equal(sums, torch.zeros_like(sums))
     rows = stats.reshape(2, 3, 2, -1)
     # Rows behind the last have no weight, like rows that see nothing, whatever their product is.
     expected = torch.full(rows.shape[:2] + rows.shape[3:], -math.inf)
-    expected[..., :150] = -lse / SCALE if init else -lse * math.log2(math.e)
+    expected[..., :QUERIES] = -lse / SCALE if init else -lse * math.log2(math.e)
     expected[expected == math.inf] = -math.inf
     torch.testing.assert_close(rows[:, :, 0], expected)
-    delta = (out.double() * dout.double()).sum(-1).float() - (dlse if with_dlse else 0)
-    torch.testing.assert_close(rows[:, :, 1, :150], -delta, atol=1e-4, rtol=1e-5)
-    assert torch.equal(rows[:, :, 1, 150:], torch.zeros_like(rows[:, :, 1, 150:]))
+    delta = products(tensors) - (dlse if with_dlse else 0)
+    torch.testing.assert_close(rows[:, :, 1, :QUERIES], -delta, atol=1e-4, rtol=1e-5)
+    assert torch.equal(rows[:, :, 1, QUERIES:], torch.zeros_like(rows[:, :, 1, QUERIES:]))
 
 
 @pytest.mark.tritons
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_counters_and_sums_are_initialised_to_zero(head_dim: int) -> None:
-    kernel = kernel_of(head_dim, head_dim, deterministic=True)
-    module = load_module(kernel)
-    tensors = tensors_of(head_dim, head_dim)
-    _, shapes, _ = module.launch_plan(*tensors)
-    stats, sums, counters = (torch.full(shape, math.nan) for shape in shapes)
-    grid, integers = module.prologue_plan(*tensors)
-    arguments = (*tensors[3:5], torch.randn(2, 3, 150), stats, sums, counters, SCALE)
-    assert len(arguments) + len(integers) == len(kernel.prologue.arguments)  # type: ignore[union-attr]
-    module.prepare[grid](*arguments, *integers)
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_counters_and_sums_are_initialised_to_zero(width: int) -> None:
+    problem = dense(head_dim=width, deterministic=True)
+    _, sums, counters = prepared(kernel_of(problem), tensors_of(problem), torch.randn(2, 3, QUERIES), SCALE)
     assert not counters.view(torch.int32).any()
     assert torch.equal(sums, torch.zeros_like(sums))
 
 
 @pytest.mark.parametrize("init", [False, True])
 def test_rows_of_dropout_assume_scaled_probabilities(init: bool) -> None:
-    kernel = kernel_of(64, 64, dropout=True, init_accumulators=init)
-    module = load_module(kernel)
+    problem = dense(dropout=True)
+    kernel, tensors = kernel_of(problem, init_accumulators=init), tensors_of(problem)
     seed, dropout = torch.tensor([2**62 + 12345]), 0.375
-    tensors = (*tensors_of(64, 64), seed)
-    out, dout = tensors[3:5]
-    lse = torch.randn(2, 3, 150)
-    _, shapes, _ = module.launch_plan(*tensors)
-    stats, sums = (torch.full(shape, math.nan) for shape in shapes)
-    grid, integers = module.prologue_plan(*tensors)
-    arguments = (out, dout, lse, stats, sums, seed, *((SCALE,) if init else ()), dropout)
-    assert len(arguments) + len(integers) == len(kernel.prologue.arguments)  # type: ignore[union-attr]
-    module.prepare[grid](*arguments, *integers)
+    lse = torch.randn(2, 3, QUERIES)
+    stats, _ = prepared(kernel, tensors, lse, seed, *((SCALE,) if init else ()), dropout, side=(seed,))
     rows = stats.reshape(6, 4, -1)
-    larger = lse.reshape(6, 150) + math.log(1 - dropout)
-    torch.testing.assert_close(rows[:, 0, :150], -larger / SCALE if init else -larger * math.log2(math.e))
-    assert (rows[:, 0, 150:] == -math.inf).all()
-    delta = (out.double() * dout.double()).sum(-1).float().reshape(6, 150)
-    torch.testing.assert_close(rows[:, 1, :150], -delta * (1 - dropout), atol=1e-4, rtol=1e-5)
+    larger = lse.reshape(6, QUERIES) + math.log(1 - dropout)
+    torch.testing.assert_close(rows[:, 0, :QUERIES], -larger / SCALE if init else -larger * math.log2(math.e))
+    assert (rows[:, 0, QUERIES:] == -math.inf).all()
+    delta = products(tensors).reshape(6, QUERIES)
+    torch.testing.assert_close(rows[:, 1, :QUERIES], -delta * (1 - dropout), atol=1e-4, rtol=1e-5)
     states = row_states(seed, torch.arange(6)[:, None], torch.arange(rows.shape[2]))
     for row, words in enumerate(states, start=2):
         # Bits, whatever number in float32 they would be.
@@ -155,12 +161,12 @@ def place_of(row: int, column: int) -> int:
 
 
 @WIDTHS
-def test_dq_sums_have_register_layout(head_dim: int, value_head_dim: int) -> None:
-    module = load_module(kernel_of(head_dim, value_head_dim))
-    tensors = tensors_of(head_dim, value_head_dim)
+def test_dq_sums_have_register_layout(widths: tuple[int, int]) -> None:
+    problem = of_widths(widths)
+    module, tensors = load_module(kernel_of(problem)), tensors_of(problem)
     dq = tensors[5].fill_(math.nan)
     _, (_, shape), _ = module.launch_plan(*tensors)
-    width = next(width for width in (64, 128, 256) if head_dim <= width)
+    width = next(width for width in (64, 128, 256) if problem.head_dim <= width)
     block_m = 128 if width == 64 else 64
     half_columns = max(64, width // 2)
     right = torch.randn(6, shape[1] * block_m, width)
@@ -176,70 +182,31 @@ def test_dq_sums_have_register_layout(head_dim: int, value_head_dim: int) -> Non
                 sums[head, tile, 64 * half_columns * half + places] = part
     grid, integers = module.epilogue_plan(*tensors)
     module.finish[grid](sums, dq, SCALE, *integers)
-    expected = (right.reshape(2, 3, -1, width)[:, :, :150, :head_dim] * SCALE).half()
+    expected = (right.reshape(2, 3, -1, width)[:, :, :QUERIES, : problem.head_dim] * SCALE).half()
     torch.testing.assert_close(dq, expected)
-
-
-LENGTHS = (70, 0, 130, 1, 64)
-# Rows that no sequence has, before the first one and after the last.
-BEFORE, BEHIND = 5, 30
-
-
-def packed_tensors(width: int) -> tuple[tuple[Tensor, ...], Tensor]:
-    """q, k, v, out, dout, dq, dk, dv of packed sequences, and the offsets of their rows."""
-    torch.manual_seed(0)
-    starts = torch.tensor([BEFORE, *(BEFORE + sum(LENGTHS[: end + 1]) for end in range(len(LENGTHS)))]).int()
-    rows = int(starts[-1]) + BEHIND
-    shapes = [(heads, rows, width) for heads in (3, 1, 1, 3, 3, 3, 1, 1)]
-    return tuple(torch.randn(1, *shape, dtype=torch.float16) for shape in shapes), starts
-
-
-def packed_kernel(width: int, *, lse: bool = False, **changes: Any) -> Kernel:
-    problem = Problem(
-        dtype=Dtype.FP16,
-        head_dim=width,
-        value_head_dim=width,
-        heads=3,
-        kv_heads=1,
-        batch=len(LENGTHS),
-        seqlen_q=130,
-        seqlen_kv=130,
-        direction=Direction.BACKWARD,
-        packed=1,
-        **changes,
-    )
-    return render(FAMILY, problem, FAMILY.default(problem, TARGET), Specialization(lse=lse))
 
 
 @pytest.mark.parametrize(
     ("width", "softcap", "times"),
     [(64, False, 1), (64, True, 1), (128, False, 1), (128, True, 1), (128, False, 27)],
 )
-def test_packed_rows_are_prepared_in_blocks_of_their_sequence(
-    width: int, softcap: bool, times: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packed_rows_are_prepared_in_blocks_of_their_sequence(width: int, softcap: bool, times: int) -> None:
     # Many sequences are searched in two steps.
-    monkeypatch.setattr(sys.modules[__name__], "LENGTHS", (*LENGTHS[3:], *LENGTHS[:2]) * times)
-    kernel = packed_kernel(width, softcap=softcap)
-    module = load_module(kernel)
-    tensors, starts = packed_tensors(width)
-    planned = (*tensors, starts, starts)
-    out, dout = tensors[3:5]
-    lse = torch.randn(1, 3, out.shape[2])
-    _, shapes, _ = module.launch_plan(*planned)
-    stats, sums = (torch.full(shape, math.nan) for shape in shapes)
-    grid, integers = module.prologue_plan(*planned)
+    lengths = (*LENGTHS[3:], *LENGTHS[:2]) * times
+    problem = packed(head_dim=width, softcap=softcap, batch=len(lengths))
+    starts = starts_of(lengths)
+    tensors = tensors_of(problem, starts)
+    lse = torch.randn(1, 3, tensors[3].shape[2])
     cap = 2.5
-    arguments = (out, dout, lse, stats, sums, starts, cap if softcap else SCALE)
-    assert len(arguments) + len(integers) == len(kernel.prologue.arguments)  # type: ignore[union-attr]
-    module.prepare[grid](*arguments, *integers)
+    last = cap if softcap else SCALE
+    stats, sums = prepared(kernel_of(problem), tensors, lse, starts, last, side=(starts, starts))
     assert torch.equal(sums, torch.zeros_like(sums))
     block_m = 128 if width == 64 else 64
     rows = stats.reshape(3, 2, -1)
     expected = torch.zeros_like(rows)
     expected[:, 0] = -math.inf
-    delta = (out.double() * dout.double()).sum(-1).float()[0]
-    for sequence, length in enumerate(LENGTHS):
+    delta = products(tensors)[0]
+    for sequence, length in enumerate(lengths):
         start = int(starts[sequence])
         first = (start // block_m + sequence) * block_m
         own = lse[0, :, start : start + length]
@@ -250,8 +217,8 @@ def test_packed_rows_are_prepared_in_blocks_of_their_sequence(
 
 @pytest.mark.parametrize("width", [64, 128])
 def test_packed_dq_is_written_to_rows_of_sequences_only(width: int) -> None:
-    module = load_module(packed_kernel(width))
-    tensors, starts = packed_tensors(width)
+    problem, starts = packed(head_dim=width), starts_of(LENGTHS)
+    module, tensors = load_module(kernel_of(problem)), tensors_of(problem, starts)
     planned = (*tensors, starts, starts)
     dq = tensors[5].fill_(math.nan)
     _, (_, shape), _ = module.launch_plan(*planned)
@@ -269,47 +236,41 @@ def test_packed_dq_is_written_to_rows_of_sequences_only(width: int) -> None:
     torch.testing.assert_close(dq, expected, equal_nan=True)
 
 
-def sink_errors(kernel: Kernel, width: int, packed: bool) -> float:
+def sink_errors(kernel: Kernel, problem: Problem) -> float:
     """The largest error of the gradients of sinks, which prologue and epilogue compute; infinite for NaN."""
-    sinks = torch.tensor([0.5, -math.inf, 2.0])
-    if packed:
-        tensors, starts = packed_tensors(width)
-        side: tuple[Tensor, ...] = (sinks, starts, starts)
+    side: tuple[Tensor, ...] = (torch.tensor([0.5, -math.inf, 2.0]),)
+    starts = starts_of(LENGTHS) if problem.packed else None
+    tensors = tensors_of(problem, starts)
+    rows = [(0, slice(None)), (1, slice(None))]
+    if starts is not None:
+        side = *side, starts, starts
         rows = [(0, slice(int(start), int(end))) for start, end in itertools.pairwise(starts)]
-    else:
-        tensors, side = tensors_of(width, width), (sinks,)
-        rows = [(0, slice(None)), (1, slice(None))]
-    module = load_module(kernel)
-    planned = (*tensors, *side)
-    out, dout = tensors[3:5]
-    lse, dlse = torch.randn(out.shape[:3]), torch.randn(out.shape[:3])
+    lse, dlse = torch.randn(tensors[3].shape[:3]), torch.randn(tensors[3].shape[:3])
     lse[:, 1, 20:30] = -math.inf
-    _, shapes, _ = module.launch_plan(*planned)
-    workspaces = [torch.full(shape, math.nan) for shape in shapes]
-    grid, integers = module.prologue_plan(*planned)
-    module.prepare[grid](out, dout, lse, dlse, *workspaces, *side[:2], SCALE, *integers)
+    _, sums, *_, partial = prepared(kernel, tensors, lse, *side[:2], SCALE, dlse=dlse, side=side)
     dsinks = torch.full((len(rows), 3), math.nan)
-    last_grid, last_integers = module.epilogue_plan(*planned)
-    arguments = (workspaces[1], tensors[5], workspaces[-1], dsinks, *side[1:2], SCALE, *last_integers)
-    assert len(arguments) == len(kernel.epilogue.arguments)  # type: ignore[union-attr]
-    module.finish[last_grid](*arguments)
-    delta = (out.double() * dout.double()).sum(-1) - dlse
-    taken = torch.exp(sinks[:, None] - lse.double()).masked_fill(lse.isneginf(), 0.0) * delta
+    module = load_module(kernel)
+    grid, integers = module.epilogue_plan(*tensors, *side)
+    arguments = (sums, tensors[5], partial, dsinks, *side[1:2], SCALE, *integers)
+    assert kernel.epilogue is not None
+    assert len(arguments) == len(kernel.epilogue.arguments)
+    module.finish[grid](*arguments)
+    delta = products(tensors).double() - dlse
+    taken = torch.exp(side[0][:, None] - lse.double()).masked_fill(lse.isneginf(), 0.0) * delta
     expected = torch.stack([-taken[batch, :, own].sum(-1) for batch, own in rows])
     return float((dsinks - expected).abs().max().nan_to_num(nan=math.inf))
 
 
 @pytest.mark.parametrize("width", [64, 128])
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("shape", [dense, packed], ids=["dense", "packed"])
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_gradients_of_sinks_are_sums_of_their_sequence(width: int, packed: bool, deterministic: bool) -> None:
-    made: Any = packed_kernel(width, lse=True, sinks=True, deterministic=deterministic)
-    if not packed:
-        made = kernel_of(width, width, lse=True, sinks=True, deterministic=deterministic)
-    assert sink_errors(made, width, packed) < 1e-3
+def test_gradients_of_sinks_are_sums_of_their_sequence(
+    width: int, shape: functools.partial[Problem], deterministic: bool
+) -> None:
+    problem = shape(head_dim=width, sinks=True, deterministic=deterministic)
+    assert sink_errors(kernel_of(problem, lse=True), problem) < 1e-3
 
 
 @pytest.mark.parametrize("mutant", backward_hopper_features.sinks(), ids=lambda mutant: mutant.name)
 def test_wrong_gradients_of_sinks_are_found(mutant: Mutant) -> None:
-    problem = mutant.subject.problem
-    assert not sink_errors(broken(mutant), problem.head_dim, problem.packed > 0) < 1e-3
+    assert not sink_errors(broken(mutant), mutant.subject.problem) < 1e-3

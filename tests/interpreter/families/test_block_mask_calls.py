@@ -13,9 +13,9 @@ from flashtune.request.read_call import read_call
 from flashtune.runtime import op_library
 from flashtune.runtime.call_cache import run_call
 from flashtune.runtime.torch_ops import call_operator
-from tests.interpreter.feature_calls import check_dense, fresh_runtime
+from tests.interpreter.feature_calls import check_dense
 
-__all__ = ["fresh_runtime"]
+pytestmark = pytest.mark.usefixtures("fresh_runtime")
 
 HEADS, KV_HEADS, QUERIES, KEYS = 4, 2, 140, 270
 Triple = tuple[Tensor, Tensor, Tensor]

@@ -11,12 +11,12 @@ import torch
 from flashtune.dispatch.bound_request import BoundRequest
 from flashtune.request.call import Call, dense_call, paged_call
 from flashtune.request.request import Result
+from flashtune.runtime.kernel_loader import KernelLoader
 from flashtune.runtime.prepare import prepare
-from tests.interpreter import feature_calls
 from tests.interpreter.feature_calls import HEADS, KV_HEADS, WIDTH
 from tests.problems.features import QUERIES, starts
 
-fresh_runtime = feature_calls.fresh_runtime
+pytestmark = pytest.mark.usefixtures("fresh_runtime")
 
 PAGE, COLUMNS = 16, 3
 PACKAGE = PAGE * COLUMNS
@@ -24,7 +24,7 @@ INT = torch.int32
 
 
 def unchecked(call: Call, needs_grad: bool = False) -> Result:
-    server = prepare(BoundRequest.of(call, needs_grad))
+    server = prepare(BoundRequest.of(call, needs_grad), KernelLoader())
     return server(call.q, call.k, call.v, call.scale, call.side)
 
 

@@ -7,14 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from click.testing import CliRunner
 
-from flashtune.core.session import SESSION
-from flashtune.recording.callers import called_by, caller_of, note_caller
+from flashtune.recording.callers import called_by, present_caller
 from flashtune.recording.recorder import read_counts
-from flashtune.request.call import dense_call
-from flashtune.request.read_call import read_call
+from flashtune.runtime.session import SESSION
 from flashtune.tuner.cli import main
 
 ROOT = Path(__file__).parents[3]
@@ -27,27 +24,21 @@ def unknown_callers() -> None:
 
 
 def test_functions_call_for_their_integration() -> None:
-    problem = read_call(dense_call(*[torch.ones(1, 1, 4, 16)] * 3)).problem
+    seen: list[str] = []
 
     @called_by("inner")
     def inner() -> None:
-        note_caller(problem)
+        seen.append(present_caller())
         raise ValueError
 
     @called_by("outer")
-    def outer() -> str:
+    def outer() -> None:
         with pytest.raises(ValueError):  # noqa: PT011 - the error is this test's
             inner()
-        caller = caller_of(problem)
-        note_caller(problem)
-        return caller
+        seen.append(present_caller())
 
-    assert outer() == "inner"
-    assert caller_of(problem) == "outer"
-    note_caller(problem)
-    assert caller_of(problem) == "outer", "other calls have no name"
-    note_caller(problem, "torch")
-    assert caller_of(problem) == "torch"
+    outer()
+    assert [*seen, present_caller()] == ["inner", "outer", ""]
 
 
 def recorded(program: str, file: Path) -> None:
@@ -71,8 +62,7 @@ import pytest
 import torch
 
 from flashtune.integrations.flash_attn import flash_attn_func, flash_attn_with_kvcache
-from flashtune.recording import recorder
-from flashtune.recording.callers import caller_of
+from flashtune.runtime.session import SESSION
 from tests.problems import sglang_objects, vllm_objects
 from tests.problems.serving_batches import CASES, DECODING, MIXED, make_batch
 from tests.support import host_stubs
@@ -106,14 +96,14 @@ def sglang():
     backend.forward_decode(batch.q.flatten(1), batch.k, batch.v, layer, info, False)
 
 
-(recording,) = recorder._recordings
+(recording,) = SESSION.recordings
 known = set()
 for call in (flash_attn, vllm, sglang):
     if call is not flash_attn:
         host_stubs.install(call.__name__, pytest.MonkeyPatch())
     call()
     problems = {problem for problem, _ in recording._tallies} - known
-    assert {caller_of(problem) for problem in problems} == {call.__name__}
+    assert {SESSION.callers[problem] for problem in problems} == {call.__name__}
     known |= problems
 """
 

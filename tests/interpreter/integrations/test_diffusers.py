@@ -1,16 +1,14 @@
 """Tests of diffusers' models on the CPU, through torch's operators and through flash_attn."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from flashtune.core.session import SESSION
 from flashtune.integrations import torch as integration
-from flashtune.runtime import deferred
-from tests.support.attention_operators import CUDNN, Originals, registered
+from flashtune.runtime.session import SESSION
+from tests.support.attention_operators import CUDNN, Originals
 from tests.support.models import diffusers_models
 
 diffusers = pytest.importorskip("diffusers", minversion="0.42")
@@ -18,11 +16,9 @@ pytestmark = pytest.mark.filterwarnings("error::flashtune.FlashtuneWarning")
 functional = torch.nn.functional
 
 
-@pytest.fixture
-def originals(monkeypatch: pytest.MonkeyPatch) -> Iterator[Originals]:
-    """Torch's operators on the CPU, which SDPA calls as on a GPU, with flashtune active over them."""
-    SESSION.reset()
-    monkeypatch.setattr(integration, "KEY", "CPU")
+@pytest.fixture(name="operators")
+def operators_of_sdpa(originals: Originals, monkeypatch: pytest.MonkeyPatch) -> Originals:
+    """Torch's operators on the CPU, which SDPA calls as on a GPU."""
 
     def sdpa(
         query: Tensor,
@@ -41,36 +37,23 @@ def originals(monkeypatch: pytest.MonkeyPatch) -> Iterator[Originals]:
         out: Tensor = operator(query, key, value, bias, False, dropout_p, is_causal, scale=scale)[0]
         return out
 
-    with registered() as operators, integration.activate():
-        monkeypatch.setattr(functional, "scaled_dot_product_attention", sdpa)
-        yield operators
-    deferred.wait()
-    SESSION.forget()
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", sdpa)
+    return originals
 
 
-@pytest.mark.parametrize("name", ["unet", "transformer"])
-def test_attention_of_models_is_served(name: str, originals: Originals) -> None:
+@pytest.mark.parametrize("name", ["unet", "transformer", "pipeline"])
+def test_attention_of_models_is_served(name: str, operators: Originals) -> None:
     model = getattr(diffusers_models, name)(diffusers)
-    want = diffusers_models.output(model)
-    calls = originals.calls[CUDNN]
-    assert calls, "torch serves until kernels are prepared"
-    deferred.wait()
-    for _ in range(2):
-        out = diffusers_models.output(model)
-        deferred.wait()
-    assert originals.calls[CUDNN] == calls
-    torch.testing.assert_close(out, want, atol=1e-5, rtol=1e-5)
-
-
-def test_pipelines_are_served(originals: Originals) -> None:
-    pipeline = diffusers_models.pipeline(diffusers)
     with integration.disabled():
-        want = diffusers_models.output(pipeline)
-    diffusers_models.output(pipeline)
-    deferred.wait()
-    calls = originals.calls[CUDNN]
-    out = diffusers_models.output(pipeline)
-    assert originals.calls[CUDNN] == calls
+        want = diffusers_models.output(model)
+    calls = operators.calls[CUDNN]
+    assert calls
+    # Torch may serve until kernels are prepared.
+    diffusers_models.output(model)
+    SESSION.wait()
+    calls = operators.calls[CUDNN]
+    out = diffusers_models.output(model)
+    assert operators.calls[CUDNN] == calls
     torch.testing.assert_close(out, want, atol=1e-4, rtol=1e-4)
 
 

@@ -1,7 +1,7 @@
 """Tests of torch's operators served by flashtune in the interpreter, on the CPU, against float64."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 import flashtune
-from flashtune.core.session import SESSION
 from flashtune.integrations import torch as integration
 from flashtune.integrations.flash_operators import CudnnForward, CudnnForwardInto
-from flashtune.recording.recorder import read_counts, record_calls
-from flashtune.runtime import deferred
+from flashtune.recording.recorder import read_counts
+from flashtune.runtime.session import SESSION, record_calls
 from tests.support.attention_operators import (
     CUDNN,
     CUDNN_PACKED,
@@ -24,23 +23,11 @@ from tests.support.attention_operators import (
     FLASH_INTO,
     Originals,
     by_definition,
-    registered,
 )
 
 pytestmark = pytest.mark.filterwarnings("error::flashtune.FlashtuneWarning")
 Triple = tuple[Tensor, Tensor, Tensor]
 aten = torch.ops.aten
-
-
-@pytest.fixture
-def originals(monkeypatch: pytest.MonkeyPatch) -> Iterator[Originals]:
-    """Torch's operators on the CPU, with flashtune active over them."""
-    SESSION.reset()
-    monkeypatch.setattr(integration, "KEY", "CPU")
-    with registered() as operators, integration.activate():
-        yield operators
-    deferred.wait()
-    SESSION.forget()
 
 
 def tensors(
@@ -72,12 +59,12 @@ def prepared(call: Any) -> Any:
     The worker is busy during the first call, so that torch's operator serves this one.
     """
     ended = threading.Event()
-    assert deferred._worker.put(lambda: blocked(ended), deferred.QUEUE_LIMIT)
+    assert SESSION.worker.put(lambda: blocked(ended), SESSION.queue_limit)
     try:
         call()
     finally:
         ended.set()
-    deferred.wait()
+    SESSION.wait()
     call()
     return call()
 
@@ -241,7 +228,7 @@ def test_other_calls_are_passed_on_unchanged(originals: Originals, kind: str) ->
     op = getattr(aten, name)
     for _ in range(3):
         results = op(*args, **options)
-        deferred.wait()
+        SESSION.wait()
     assert originals.calls[name] == 3
     with integration.disabled():
         want = op(*args, **options)
@@ -381,7 +368,7 @@ def test_calls_of_cudnn_that_are_passed_on(cudnn_packed: Originals) -> None:
     dense = (*(q.view(1, 4, 21, 32),) * 3, None, None, None, 21, 21, True)
     for call in (args, args, dense):
         assert or_none(aten._cudnn_attention_forward, *call) is None
-        deferred.wait()
+        SESSION.wait()
     assert cudnn_packed.calls[CUDNN_PACKED] == 3
 
 
@@ -459,7 +446,7 @@ def test_flash_options_that_are_passed_on(originals: Originals, options: dict[st
         pytest.skip("this torch has no such option")
     for _ in range(2):
         aten._flash_attention_forward(q, k, v, None, None, 24, 24, 0.0, False, False, **options)
-        deferred.wait()
+        SESSION.wait()
     assert originals.calls[FLASH] == 2
 
 
@@ -468,7 +455,7 @@ def test_deterministic_mode_takes_reproducible_kernels(originals: Originals) -> 
     torch.use_deterministic_algorithms(True)
     try:
         out = prepared(lambda: aten._scaled_dot_product_cudnn_attention(*inputs, None, True)[0])
-        kinds = [kind for kind in deferred._entries.values() if kind.request is not None]
+        kinds = [kind for kind in SESSION.entries.values() if kind.request is not None]
         assert [kind.request.deterministic for kind in kinds if kind.request] == [True]
         torch.autograd.grad(out, inputs, torch.ones_like(out))
     finally:
@@ -517,7 +504,7 @@ def test_calls_are_recorded(originals: Originals, tmp_path: Path) -> None:
     with record_calls(tmp_path / "calls.jsonl"):
         for _ in range(3):
             op(*inputs, None, True)
-            deferred.wait()
+            SESSION.wait()
         op(*inputs, None, True, 0.1)  # dropout, which is another problem
     counts = {count.problem: count.calls for count in read_counts(tmp_path / "calls.jsonl")}
     assert sorted(problem.direction for problem in counts) == ["backward", "forward"]
@@ -554,7 +541,7 @@ def test_an_error_of_the_override_breaks_no_call(
     def fails(*_: object) -> None:
         raise AssertionError("a defect")
 
-    monkeypatch.setattr(deferred, "entry_of", fails)
+    monkeypatch.setattr(SESSION, "entry", fails)
     inputs = tensors()
     with pytest.warns(flashtune.FlashtuneWarning, match="a defect"):
         out = aten._scaled_dot_product_cudnn_attention(*inputs, None, False)[0]

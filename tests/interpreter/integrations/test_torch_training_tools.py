@@ -20,28 +20,16 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from flashtune.core.session import SESSION
 from flashtune.integrations import operator_overrides
 from flashtune.integrations import torch as integration
-from flashtune.runtime import deferred
-from tests.support.attention_operators import CUDNN, EFFICIENT, FLASH, Originals, by_definition, registered
+from flashtune.runtime.session import SESSION
+from tests.support.attention_operators import CUDNN, EFFICIENT, FLASH, Originals, by_definition
 
 pytestmark = pytest.mark.filterwarnings("error::flashtune.FlashtuneWarning")
 Triple = tuple[Tensor, Tensor, Tensor]
 aten = torch.ops.aten
 # Processes among which heads are divided.
 PROCESSES = 2
-
-
-@pytest.fixture
-def originals(monkeypatch: pytest.MonkeyPatch) -> Iterator[Originals]:
-    """Torch's operators on the CPU, with flashtune active over them."""
-    SESSION.reset()
-    monkeypatch.setattr(integration, "KEY", "CPU")
-    with registered() as operators, integration.activate():
-        yield operators
-    deferred.wait()
-    SESSION.forget()
 
 
 @pytest.fixture
@@ -85,7 +73,7 @@ def test_distributed_tensors(originals: Originals, name: str) -> None:
 
     for _ in range(2):
         call()
-        deferred.wait()
+        SESSION.wait()
     originals.calls.clear()
     results = call()
     assert not originals.calls
@@ -104,7 +92,7 @@ def test_replicated_tensors(originals: Originals) -> None:
         parts = [DTensor.from_local(tensor, mesh, [Replicate()]) for tensor in inputs]
         for _ in range(2):
             attend(*parts)
-            deferred.wait()
+            SESSION.wait()
         originals.calls.clear()
         out = attend(*parts)
     assert isinstance(out, DTensor)
@@ -146,7 +134,7 @@ def test_selective_checkpoints(
 
     for _ in range(2):
         call()
-        deferred.wait()
+        SESSION.wait()
     originals.calls.clear()
     served.clear()
     results = call()
@@ -170,7 +158,7 @@ def test_torchtitan_activates_the_name(originals: Originals, monkeypatch: pytest
         args = None, None, 20, 20, 0.0, True, False
         for _ in range(2):
             aten._flash_attention_forward(*inputs, *args)
-            deferred.wait()
+            SESSION.wait()
         originals.calls.clear()
         out = aten._flash_attention_forward(*inputs, *args)[0]
         assert not originals.calls

@@ -7,12 +7,11 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from flashtune.core.session import SESSION
 from flashtune.integrations import transformers as integration
 from flashtune.integrations import transformers_jobs, transformers_masks
 from flashtune.integrations.transformers_jobs import Job, job_of, layer_of, refused_jobs
 from flashtune.request.dropout import draw_seed, kept_weights
-from flashtune.runtime import deferred
+from flashtune.runtime.session import SESSION
 from tests.support.models.transformers_models import (
     ARCHITECTURES,
     error,
@@ -45,7 +44,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     monkeypatch.setattr(integration, "prepared", prepared)
     integration.register()
     yield is_served
-    deferred.wait()
+    SESSION.wait()
     SESSION.forget()
 
 
@@ -57,7 +56,7 @@ def test_logits_and_gradients(served: list[bool], name: str) -> None:
     baseline = error(passes_of(model_of(transformers, name, ARCHITECTURES[name].usual), inputs), want)
     model = model_of(transformers, name, "tuned_attention")
     before = error(passes_of(model, inputs), want)
-    deferred.wait()
+    SESSION.wait()
     served.clear()
     after = error(passes_of(model, inputs), want)
     assert served
@@ -73,7 +72,7 @@ def test_bias_is_not_merged_with_a_causal_mask(served: list[bool], monkeypatch: 
     want = reference(model_of(transformers, "t5", "eager", dtype=DOUBLE), inputs)
     model = model_of(transformers, "t5", "tuned_attention")
     passes_of(model, inputs)
-    deferred.wait()
+    SESSION.wait()
     served.clear()
     monkeypatch.setattr(transformers_masks, "bias_mask", None)
     errors = error(passes_of(model, inputs), want)

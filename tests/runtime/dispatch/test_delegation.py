@@ -20,6 +20,7 @@ from flashtune.dispatch.masked_sdpa import (
 from flashtune.dispatch.sdpa import copies_ms, default_backend, sdpa_attention
 from flashtune.request.call import dense_call
 from flashtune.request.read_call import read_call
+from tests.support.attention_operators import by_definition
 from tests.support.untuned import TARGET
 
 LENGTHS = [(7, 7), (5, 9), (9, 5), (1, 6), (6, 1), (4, 0), (3, 40)]
@@ -36,6 +37,12 @@ def tensors(seqlen_q: int, seqlen_kv: int, kv_heads: int = 2) -> Triple:
     return q, k, v
 
 
+def expected(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: Causal) -> Tensor:
+    bottom_right = causal is Causal.BOTTOM_RIGHT
+    is_causal = causal is not Causal.NONE
+    return by_definition(q, k, v, causal=is_causal, scale=scale, bottom_right=bottom_right)[0]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("causal", list(Causal))
@@ -45,7 +52,7 @@ def test_masks_groups_and_scales(
     lengths: tuple[int, int], causal: Causal, kv_heads: int, scale: float
 ) -> None:
     q, k, v = tensors(*lengths, kv_heads)
-    torch.testing.assert_close(sdpa_attention(q, k, v, scale, causal), _by_rows(q, k, v, scale, causal))
+    torch.testing.assert_close(sdpa_attention(q, k, v, scale, causal), expected(q, k, v, scale, causal))
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)
@@ -56,25 +63,10 @@ def test_gradients_are_finite_and_correct(lengths: tuple[int, int], causal: Caus
         leaf.requires_grad_()
     out = sdpa_attention(q, k, v, 0.25, causal)
     weights = torch.randn_like(out)
-    # The expected rows are computed one by one, so that they share no mask with the code under test.
-    got = torch.autograd.grad((out * weights).sum(), leaves, allow_unused=True)
-    rows = _by_rows(q, k, v, 0.25, causal)
-    expected = torch.autograd.grad((rows * weights).sum(), leaves, allow_unused=True)
-    for one, other, leaf in zip(got, expected, leaves, strict=True):
-        zeros = torch.zeros_like(leaf)
-        torch.testing.assert_close(zeros if one is None else one, zeros if other is None else other)
-
-
-def _by_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: Causal) -> torch.Tensor:
-    k, v = (tensor.repeat_interleave(q.shape[1] // tensor.shape[1], 1) for tensor in (k, v))
-    seqlen_q, seqlen_kv = q.shape[2], k.shape[2]
-    diagonal = seqlen_kv - seqlen_q if causal is Causal.BOTTOM_RIGHT else 0
-    rows = []
-    for row in range(seqlen_q):
-        seen = seqlen_kv if causal is Causal.NONE else max(0, min(row + diagonal + 1, seqlen_kv))
-        weights = (scale * q[:, :, row : row + 1] @ k[:, :, :seen].mT).softmax(-1)
-        rows.append(weights @ v[:, :, :seen] + 0 * q[:, :, row : row + 1].sum(-1, keepdim=True))
-    return torch.cat(rows, 2)
+    gradients = torch.autograd.grad((out * weights).sum(), leaves, materialize_grads=True)
+    right = expected(q, k, v, 0.25, causal)
+    exact = torch.autograd.grad((right * weights).sum(), leaves, materialize_grads=True)
+    torch.testing.assert_close(gradients, exact)
 
 
 @pytest.mark.parametrize("index", [0, 1, 2, 3])
@@ -85,7 +77,7 @@ def test_copies_of_unaligned_tensors_take_time_and_unaligned_biases_have_no_defa
         count = math.prod(shape)
         return torch.randn(count + 1, dtype=torch.bfloat16)[moved : moved + count].view(shape)
 
-    q, k, v, bias = (made((1, 2, 16, 16), one == index) for one in range(4))
+    q, k, v, bias = (made((1, 2, 16, 16), position == index) for position in range(4))
     problem = read_call(dense_call(q, k, v)).problem
     assert (default_backend(q, k, v, problem, bias) is None) == (index == 3)
     assert default_backend(q, k, v, problem) == default_backend(q.clone(), k.clone(), v.clone(), problem)
@@ -112,9 +104,9 @@ def test_sdpa_gets_copies_of_unaligned_views_and_of_shared_heads_in_float32() ->
         (torch.float32, 68, False),
     ):
         q, k = sliced(width, 4, dtype), sliced(32, 2, dtype)
-        found = readable(q, k, k, shares_heads(q, k, k, None))
-        assert (found[0].data_ptr() != q.data_ptr()) == copied
-        assert [tensor.shape[1] for tensor in found[1:]] == ([2, 2] if dtype is torch.bfloat16 else [4, 4])
+        copies = readable(q, k, k, shares_heads(q, k, k, None))
+        assert (copies[0].data_ptr() != q.data_ptr()) == copied
+        assert [tensor.shape[1] for tensor in copies[1:]] == ([2, 2] if dtype is torch.bfloat16 else [4, 4])
 
 
 @pytest.mark.parametrize(
@@ -153,14 +145,14 @@ def test_unfused_path_of_sdpa_serves_shared_heads_in_float32_where_it_was_faster
 
 def test_float32_with_more_queries_than_keys_needs_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = (tensor.float() for tensor in tensors(9, 5))
-    expected = _by_rows(q, k, v, 0.3, Causal.TOP_LEFT)
+    right = expected(q, k, v, 0.3, Causal.TOP_LEFT)
 
     def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *options: Any, **more: Any) -> Tensor:
         assert mask is None
         return scaled_dot_product_attention(q, k, v, mask, *options, **more)
 
     monkeypatch.setattr(sdpa, "scaled_dot_product_attention", attention)
-    torch.testing.assert_close(sdpa_attention(q, k, v, 0.3, Causal.TOP_LEFT), expected)
+    torch.testing.assert_close(sdpa_attention(q, k, v, 0.3, Causal.TOP_LEFT), right)
 
 
 @pytest.mark.filterwarnings("error")

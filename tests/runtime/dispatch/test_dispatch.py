@@ -10,7 +10,6 @@ from flashtune.core.errors import ProblemError
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Causal, Dtype, Problem
 from flashtune.core.record import Outcome, Provenance, Record, Selection, Verdict, VerificationStatus
-from flashtune.core.session import SESSION
 from flashtune.core.target import Target, find_target
 from flashtune.db.eligibility import by_problem
 from flashtune.dispatch.bound_request import BoundRequest
@@ -22,6 +21,7 @@ from flashtune.dispatch.nearest import distance, is_far, nearest_record, same_co
 from flashtune.dispatch.tables import Tables, _may_serve, table_hash, tuned_records
 from flashtune.request.call import dense_call
 from flashtune.templates.registry import find_family
+from tests.support.runtime import forget_all
 
 TARGET = find_target("h200")
 Make = Callable[..., Record]
@@ -137,10 +137,10 @@ def test_masks_with_equal_diagonals_share_records(problem: Problem, make_record:
 def test_equivalent_problems_have_equal_masks(
     problem: Problem, seqlen_q: int, seqlen_kv: int, causal: Causal
 ) -> None:
-    def seen(one: Problem) -> list[int]:
-        if one.causal is Causal.NONE:
+    def seen(masked: Problem) -> list[int]:
+        if masked.causal is Causal.NONE:
             return [seqlen_kv] * seqlen_q
-        return [max(0, min(row + one.diagonal + 1, seqlen_kv)) for row in range(seqlen_q)]
+        return [max(0, min(row + masked.diagonal + 1, seqlen_kv)) for row in range(seqlen_q)]
 
     posed = resized(problem, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, causal=causal)
     same = same_computation(posed)
@@ -162,7 +162,7 @@ def test_distance_is_in_octaves_and_ties_are_broken_by_key(problem: Problem, mak
 
 def test_sdpa_serves_unless_the_kernel_is_faster_beyond_noise(problem: Problem, make_record: Make) -> None:
     def peer(ms: float, name: str = "sdpa-cudnn", usual: str | None = "sdpa-cudnn") -> str | None:
-        return faster_peer(measured(make_record(problem, ms=1.0, peers={name: ms})), problem, usual)
+        return faster_peer((measured(make_record(problem, ms=1.0, peers={name: ms})),), problem, usual)
 
     assert peer(0.9) == "sdpa-cudnn"
     assert peer(0.985) == peer(1.005) == "sdpa-cudnn"
@@ -171,22 +171,22 @@ def test_sdpa_serves_unless_the_kernel_is_faster_beyond_noise(problem: Problem, 
     assert peer(0.5, usual=None) is None
     assert peer(0.5, "unfused", None) == "unfused"
     assert peer(0.995, "unfused", None) is None, "scores in memory must be worth it"
-    assert faster_peer(measured(make_record(problem, measurement=None)), problem, "sdpa-cudnn") is None
+    assert faster_peer((measured(make_record(problem, measurement=None)),), problem, "sdpa-cudnn") is None
 
 
 def test_unfused_attention_does_not_serve_much_longer_problems(problem: Problem, make_record: Make) -> None:
     record = measured(make_record(problem, ms=1.0, peers={"unfused": 0.5, "sdpa-cudnn": 0.9}))
     longer = msgspec.structs.replace(problem, seqlen_q=16384, seqlen_kv=16384)
-    assert faster_peer(record, problem, "sdpa-cudnn") == "unfused"
-    assert faster_peer(record, longer, "sdpa-cudnn") == "sdpa-cudnn"
-    assert faster_peer(record, longer, None) is None
+    assert faster_peer((record,), problem, "sdpa-cudnn") == "unfused"
+    assert faster_peer((record,), longer, "sdpa-cudnn") == "sdpa-cudnn"
+    assert faster_peer((record,), longer, None) is None
 
 
 def test_selected_baseline_serves_only_eligible_calls(problem: Problem, make_record: Make) -> None:
     baseline = make_record(problem, family="sdpa", config=None, kernel=None)
     tuned = tables((baseline,))
     assert select(problem, TARGET, tuned, generated=False).record is baseline
-    assert faster_peer(measured(baseline), problem, None) == "sdpa"
+    assert faster_peer((measured(baseline),), problem, None) == "sdpa"
     assert select(problem, TARGET, tuned, generated=True).source == "default"
 
 
@@ -206,7 +206,7 @@ def test_table_hash_covers_records_of_dispatch(problem: Problem, make_record: Ma
     with open_store() as store:
         store.pin(store.add(make_record(problem, target="nobodys-gpu")))
     assert table_hash("nobodys-gpu") == empty, "a process never changes its mind"
-    SESSION.reset()
+    forget_all()
     tuned = table_hash("nobodys-gpu")
     assert tuned != empty
     assert tuned_records("nobodys-gpu").find(problem.key) is not None

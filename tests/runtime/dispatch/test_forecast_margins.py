@@ -35,12 +35,12 @@ def test_unmeasured_configs_have_larger_margins(
     changes: dict[str, object], records: tuple[Record, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other, plain = shape(batch=3, **changes), shape(batch=3)
-    found = {problem: forecast(problem, records, TARGET, anyone) for problem in (other, plain)}
+    estimates = {problem: forecast(problem, records, TARGET, anyone) for problem in (other, plain)}
     monkeypatch.setattr(forecasts, "NEIGHBOUR_MARGIN", -0.9)
-    again = {problem: forecast(problem, records, TARGET, anyone) for problem in found}
-    assert found[other] is not None
-    assert again[other] == found[other]
-    assert again[plain] != found[plain]
+    again = {problem: forecast(problem, records, TARGET, anyone) for problem in estimates}
+    assert estimates[other] is not None
+    assert again[other] == estimates[other]
+    assert again[plain] != estimates[plain]
 
 
 @pytest.mark.parametrize("causal", [Causal.NONE, Causal.BOTTOM_RIGHT])
@@ -54,6 +54,6 @@ def test_winners_of_equivalent_masks_are_considered(
     named = (msgspec.structs.replace(tuned, causal=mask) for mask in masks)
     both = [msgspec.structs.replace(won, problem=problem) for problem in named]
     asked = msgspec.structs.replace(tuned, seqlen_kv=9000, causal=causal)
-    found = forecast(asked, both, TARGET, anyone)
-    assert found is not None
-    assert found[1].nearest.problem.causal is causal
+    estimate = forecast(asked, both, TARGET, anyone)
+    assert estimate is not None
+    assert estimate[1].nearest.problem.causal is causal

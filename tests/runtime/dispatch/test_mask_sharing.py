@@ -13,15 +13,13 @@ from flashtune.core.kernel import Kernel, Specialization
 from flashtune.core.mask_sharing import MaskSharing, distinct_ways, narrowed, nearest_way
 from flashtune.core.problem import Bias, Causal, Direction, Dtype, Problem
 from flashtune.core.record import PeerTime, Record, Selection, SharedTime, VerificationStatus
-from flashtune.dispatch.faster_peers import faster_peer, faster_peer_of_pair
+from flashtune.dispatch.faster_peers import faster_peer
 from flashtune.dispatch.lookup import select
 from flashtune.dispatch.masked_sdpa import sharing_of, timed_ways
 from flashtune.dispatch.tables import Tables
-from flashtune.runtime import passes
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
-from tests.runtime.conftest import TARGET
-from tests.support.machine import Machine, tuned
+from tests.support.machine import TARGET, Machine, tuned
 
 Make = Callable[..., Record]
 HEADS, BATCH, HEADS_AND_ROWS, BATCH_AND_HEADS = MaskSharing
@@ -100,11 +98,11 @@ def test_a_dimension_of_one_element_is_not_shared(biased: Problem) -> None:
 def test_narrowed_bias_is_contiguous_and_has_the_sharing(biased: Problem, way: MaskSharing) -> None:
     small = msgspec.structs.replace(biased, seqlen_q=6, seqlen_kv=5)
     bias = torch.arange(2 * 8 * 6 * 5).view(2, 8, 6, 5)
-    found = narrowed(bias, way)
-    assert found.is_contiguous()
-    assert torch.equal(found.flatten()[:5], torch.arange(5))
-    assert sharing_of(small, found) is way
-    assert found.expand_as(bias).shape == bias.shape
+    narrow = narrowed(bias, way)
+    assert narrow.is_contiguous()
+    assert torch.equal(narrow.flatten()[:5], torch.arange(5))
+    assert sharing_of(small, narrow) is way
+    assert narrow.expand_as(bias).shape == bias.shape
 
 
 # The choice by times
@@ -128,8 +126,8 @@ def record_of(
     )
     assert record.measurement is not None
     times = tuple(
-        SharedTime(way, ms, tuple(PeerTime(name, peer) for name, peer in found.items()))
-        for way, ms, found in shared
+        SharedTime(way, ms, tuple(PeerTime(name, peer) for name, peer in peer_times.items()))
+        for way, ms, peer_times in shared
     )
     measurement = msgspec.structs.replace(record.measurement, shared=times or msgspec.UNSET)
     return msgspec.structs.replace(record, measurement=measurement)
@@ -142,30 +140,30 @@ def test_shared_mask_times_decide_at_a_tuned_shape(
     shared = [(HEADS, 0.9, {CUDNN: peer}), (BATCH, 0.9, {CUDNN: 1.5})]
     record = record_of(make_record, biased, {CUDNN: 1.4}, shared)
     selection = Selection(record=record, standing=VerificationStatus.TIMED)
-    assert faster_peer(selection, biased, CUDNN, HEADS) == expected
-    assert faster_peer(selection, biased, CUDNN, BATCH) is None
-    assert faster_peer(selection, biased, CUDNN) is None
+    assert faster_peer((selection,), biased, CUDNN, HEADS) == expected
+    assert faster_peer((selection,), biased, CUDNN, BATCH) is None
+    assert faster_peer((selection,), biased, CUDNN) is None
     # Of this way there are no times, and those with an unshared mask decide.
-    assert faster_peer(selection, biased, CUDNN, HEADS_AND_ROWS) is None
+    assert faster_peer((selection,), biased, CUDNN, HEADS_AND_ROWS) is None
     unshared = record_of(make_record, biased, {CUDNN: 0.5}, [(HEADS, 0.4, {CUDNN: 0.5})])
     selection = Selection(record=unshared, standing=VerificationStatus.TIMED)
-    assert faster_peer(selection, biased, CUDNN, HEADS) is None
-    assert faster_peer(selection, biased, CUDNN, HEADS_AND_ROWS) == CUDNN
-    assert faster_peer(selection, biased, CUDNN) == CUDNN
+    assert faster_peer((selection,), biased, CUDNN, HEADS) is None
+    assert faster_peer((selection,), biased, CUDNN, HEADS_AND_ROWS) == CUDNN
+    assert faster_peer((selection,), biased, CUDNN) == CUDNN
 
 
 def test_backend_without_a_shared_mask_time_does_not_serve_it(biased: Problem, make_record: Make) -> None:
     record = record_of(make_record, biased, {CUDNN: 0.5}, [(HEADS, 0.9, {"sdpa-efficient": 0.8})])
     selection = Selection(record=record, standing=VerificationStatus.TIMED)
-    assert faster_peer(selection, biased, CUDNN, HEADS) is None
-    assert faster_peer(selection, biased, "sdpa-efficient", HEADS) == "sdpa-efficient"
+    assert faster_peer((selection,), biased, CUDNN, HEADS) is None
+    assert faster_peer((selection,), biased, "sdpa-efficient", HEADS) == "sdpa-efficient"
 
 
 def test_unfused_attention_uses_its_time_without_sharing(biased: Problem, make_record: Make) -> None:
     record = record_of(make_record, biased, {UNFUSED: 0.5}, [(HEADS, 0.6, {}), (BATCH, 0.4, {})])
     selection = Selection(record=record, standing=VerificationStatus.TIMED)
-    assert faster_peer(selection, biased, None, HEADS) == UNFUSED
-    assert faster_peer(selection, biased, None, BATCH) is None
+    assert faster_peer((selection,), biased, None, HEADS) == UNFUSED
+    assert faster_peer((selection,), biased, None, BATCH) is None
 
 
 def test_forecasts_are_scaled_by_the_sharing_ratio_of_the_nearest_shape(
@@ -180,7 +178,7 @@ def test_forecasts_are_scaled_by_the_sharing_ratio_of_the_nearest_shape(
         tables = Tables({biased.key: (record,)}, {})
         selection = select(other, TARGET, tables, Specialization(), generated=True)
         assert selection.forecast is not None
-        return faster_peer(selection, other, CUDNN, sharing)
+        return faster_peer((selection,), other, CUDNN, sharing)
 
     halved = (HEADS, 1.0, {CUDNN: 0.6})
     assert served(HEADS) is None, "without times with shared masks"
@@ -200,7 +198,7 @@ def test_measured_and_forecast_passes_are_compared_as_forecasts(biased: Problem,
             select(problem, TARGET, tables, Specialization(), generated=True) for problem in (biased, other)
         )
         assert (measured.forecast is None, expected.forecast is None) == (True, False)
-        return faster_peer_of_pair(measured, expected, biased, CUDNN)
+        return faster_peer((measured, expected), biased, CUDNN)
 
     assert pair(1.0) is None, "equal times are no reason where one is expected"
     assert pair(0.9) == CUDNN
@@ -211,27 +209,27 @@ def test_nearest_shape_provides_times_of_equivalent_sharings(biased: Problem, ma
     record = record_of(make_record, near, {CUDNN: 1.2}, [(HEADS, 1.0, {CUDNN: 0.5})])
     tables = Tables({near.key: (record,)}, {})
     selection = select(biased, TARGET, tables, Specialization(), generated=True)
-    assert faster_peer(selection, biased, CUDNN, BATCH_AND_HEADS) == CUDNN
-    assert faster_peer(selection, biased, CUDNN, BATCH) is None
+    assert faster_peer((selection,), biased, CUDNN, BATCH_AND_HEADS) == CUDNN
+    assert faster_peer((selection,), biased, CUDNN, BATCH) is None
 
 
 # Calls
 
 
 @pytest.fixture
-def launches(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def launches(machine: Machine) -> list[str]:
     """Families whose kernels were launched; they write ones."""
-    found: list[str] = []
+    families: list[str] = []
 
-    def bind(kernel: Kernel, target: object, *given: object, compiled: object) -> Callable[..., None]:
+    def bind(kernel: Kernel, target: object, *arguments: object, compiled: object) -> Callable[..., None]:
         def launch(tensors: tuple[Tensor, ...], *rest: object) -> None:
-            found.append(kernel.family)
+            families.append(kernel.family)
             tensors[3].fill_(1.0)
 
         return launch
 
-    monkeypatch.setattr(passes, "bind", bind)
-    return found
+    machine.launch = bind
+    return families
 
 
 @pytest.fixture
@@ -260,10 +258,10 @@ def masks() -> dict[str, tuple[Tensor, bool]]:
 def test_calls_and_plans_select_for_each_sharing(
     call: tuple[Tensor, Tensor, Tensor], launches: list[str], *, reverse: bool
 ) -> None:
-    given = masks()
-    order = [*given, *given]
+    cases = masks()
+    order = [*cases, *cases]
     for name in reversed(order) if reverse else order:
-        mask, by_sdpa = given[name]
+        mask, by_sdpa = cases[name]
         launches.clear()
         flashtune.attention(*call, attn_mask=mask)
         assert (launches == []) == by_sdpa, name
@@ -277,12 +275,12 @@ def test_calls_and_plans_select_for_each_sharing(
 def test_plan_refuses_masks_with_other_sharing(
     call: tuple[Tensor, Tensor, Tensor], launches: list[str]
 ) -> None:
-    given = {name: mask for name, (mask, _) in masks().items()}
-    for name, mask in given.items():
+    by_name = {name: mask for name, (mask, _) in masks().items()}
+    for name, mask in by_name.items():
         plan = flashtune.plan(*call, attn_mask=mask)
-        for other in given.keys() - {name}:
+        for other in by_name.keys() - {name}:
             with pytest.raises(flashtune.FlashtuneError, match="differ from the planned ones"):
-                plan(*call, attn_mask=given[other])
+                plan(*call, attn_mask=by_name[other])
 
 
 @pytest.mark.slow
@@ -293,9 +291,9 @@ def test_compiled_calls_select_for_each_sharing(
         return flashtune.attention(*call, attn_mask=mask)
 
     compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
-    given = masks()
+    cases = masks()
     for name in ("own", "shared", "expanded", "own", "shared"):
-        mask, by_sdpa = given[name]
+        mask, by_sdpa = cases[name]
         launches.clear()
         compiled(mask)
         assert (launches == []) == by_sdpa, name
@@ -306,6 +304,6 @@ def test_reason_names_the_sharing_that_decided(machine: Machine, call: tuple[Ten
     told = flashtune.explain(*call, attn_mask=shared)
     assert told.reason == "sdpa-cudnn was measured as fast or faster with a mask shared over heads"
     assert "  with a mask shared over heads: 0.9 ms, sdpa-cudnn 0.5 ms" in str(told).splitlines()
-    q, k, v = (one[:, :, :300] for one in call)
+    q, k, v = (tensor[:, :, :300] for tensor in call)
     told = flashtune.explain(q, k, v, attn_mask=shared[:, :, :300, :300])
     assert told.reason == "sdpa-cudnn is expected to be faster with a mask shared over heads"

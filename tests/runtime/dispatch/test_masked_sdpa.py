@@ -18,15 +18,14 @@ from flashtune.core.notices import FlashtuneWarning
 from flashtune.core.problem import Bias, Causal, Dtype, Problem
 from flashtune.core.record import Record
 from flashtune.dispatch import masked_sdpa
-from flashtune.dispatch.masked_sdpa import additive_mask, chosen_backend, masked_attention, refusal
+from flashtune.dispatch.masked_sdpa import MaskTrials, additive_mask, chosen_backend, masked_attention
 from flashtune.request.call import dense_call
 from flashtune.request.read_call import read_call
-from flashtune.runtime import passes
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from flashtune.tuner.tables import hub_dispatcher
-from tests.runtime.conftest import TARGET
-from tests.support.machine import Machine, tuned
+from tests.support.attention_operators import by_definition
+from tests.support.machine import TARGET, Machine, tuned
 
 Make = Callable[..., Record]
 LENGTHS = [(7, 7), (5, 9), (9, 5), (1, 6)]
@@ -39,25 +38,6 @@ def drawn(seqlen_q: int, seqlen_kv: int, kv_heads: int = 2) -> tuple[Tensor, Ten
     q = torch.randn(2, 4, seqlen_q, 16, dtype=torch.float64)
     k = torch.randn(2, kv_heads, seqlen_kv, 16, dtype=torch.float64)
     return q, k, torch.randn(2, kv_heads, seqlen_kv, 24, dtype=torch.float64)
-
-
-def by_rows(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, causal: Causal) -> Tensor:
-    """Attention row by row: zeros where a row sees no key."""
-    k, v = (tensor.repeat_interleave(q.shape[1] // tensor.shape[1], 1) for tensor in (k, v))
-    seqlen_q, seqlen_kv = q.shape[2], k.shape[2]
-    full = bias.expand(*q.shape[:3], seqlen_kv)
-    out = torch.zeros(*q.shape[:3], v.shape[3], dtype=q.dtype)
-    for place in torch.cartesian_prod(*(torch.arange(size) for size in q.shape[:3])).tolist():
-        batch, head, row = place
-        last = row + (seqlen_kv - seqlen_q if causal is Causal.BOTTOM_RIGHT else 0)
-        scores = scale * k[batch, head] @ q[batch, head, row]
-        own = full[batch, head, row]
-        scores = torch.where(own, scores, -torch.inf) if own.dtype is torch.bool else scores + own
-        if causal is not Causal.NONE:
-            scores[max(0, last + 1) :] = -torch.inf
-        if bool((scores > -torch.inf).any()):
-            out[batch, head, row] = scores.softmax(0) @ v[batch, head]
-    return out
 
 
 @pytest.mark.slow
@@ -76,7 +56,8 @@ def test_masks_have_the_semantics_of_kernels(shift: int, causal: Causal, boolean
         # A row that sees no key, wherever the shape has more than one.
         bias = (bias > -0.5) if boolean else bias
         bias[..., 0, :] = False if boolean else -torch.inf
-        expected = by_rows(q, k, v, bias, 0.3, causal)
+        is_causal, bottom_right = causal is not Causal.NONE, causal is Causal.BOTTOM_RIGHT
+        expected, _ = by_definition(q, k, v, bias, causal=is_causal, scale=0.3, bottom_right=bottom_right)
         for mask in (bias, bias.expand(2, 4, *lengths)):
             torch.testing.assert_close(masked_attention(q, k, v, mask, 0.3, causal), expected)
         assert not masked_attention(q, k, v, bias, 0.0, causal).isnan().any()
@@ -89,7 +70,8 @@ def test_gradients_of_rows_without_keys_are_zero_in_the_unfused_path() -> None:
     with sdpa_kernel(SDPBackend.MATH):
         out = masked_attention(q, k, v, mask, 0.3, Causal.NONE)
         gradients = torch.autograd.grad(out.square().sum(), (q, k, v))
-    expected = torch.autograd.grad(by_rows(q, k, v, mask, 0.3, Causal.NONE).square().sum(), (q, k, v))
+    right, _ = by_definition(q, k, v, mask, scale=0.3)
+    expected = torch.autograd.grad(right.square().sum(), (q, k, v))
     assert gradients[0][:, :, 0].eq(0).all()
     torch.testing.assert_close(gradients, expected)
 
@@ -129,7 +111,7 @@ def biased(problem: Problem) -> Problem:
 
 
 @pytest.fixture
-def launches(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def launches(machine: Machine) -> list[str]:
     """Families whose kernels were launched; they write ones."""
     found: list[str] = []
 
@@ -140,7 +122,7 @@ def launches(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return launch
 
-    monkeypatch.setattr(passes, "bind", bind)
+    machine.launch = bind
     return found
 
 
@@ -420,7 +402,7 @@ def test_sdpa_check_runs_on_the_serving_backend(
     make_record: Make,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(masked_sdpa, "chosen_backend", lambda *_: "sdpa-efficient")
+    machine.usual_of_trials = "sdpa-efficient"
     tuned(machine, masked_record(make_record, biased, sdpa_cudnn=0.3))
     given, options = call_of(biased)
     with pytest.warns(FlashtuneWarning, match="picks sdpa-efficient for the trial .* in place of sdpa-cudnn"):
@@ -468,7 +450,7 @@ def test_sdpa_on_the_cpu_passes_its_check(seqlen_q: int, kv_heads: int, dtype: t
     request = read_call(dense_call(q, k, k))
     bias = torch.ones(2, 1, 1, 90, dtype=torch.bool)
     backend = chosen_backend(q, k, k, bias, False)
-    assert refusal(request, backend, q, k, k, bias) is None
+    assert MaskTrials(chosen_backend).refusal(request, backend, q, k, k, bias) is None
 
 
 @pytest.mark.parametrize("module", [masked_sdpa, hub_dispatcher])

@@ -14,17 +14,19 @@ from flashtune.core.problem import Dtype, Problem
 from flashtune.core.record import Record, Selection, VerificationStatus
 from flashtune.core.target import Target, find_target
 from flashtune.db.eligibility import by_problem
-from flashtune.dispatch import decision, sdpa
+from flashtune.dispatch import sdpa
 from flashtune.dispatch.bound_request import BoundRequest
 from flashtune.dispatch.decision import Backend, Decision, choose
 from flashtune.dispatch.lookup import default_selection, default_selections, select
 from flashtune.dispatch.tables import Tables
 from flashtune.dispatch.versions import current_versions
 from flashtune.request.call import dense_call
-from flashtune.runtime import kernel_fallback, passes
-from flashtune.runtime.kernel_fallback import prepared
+from flashtune.runtime import passes
+from flashtune.runtime.kernel_loader import LoadedKernel
 from flashtune.runtime.passes import forward_pass
+from flashtune.runtime.prepare import prepared
 from flashtune.templates.family import Family
+from tests.support.machine import Machine
 
 H200 = find_target("h200")
 ALIGNED, MISALIGNED = Specialization(), Specialization(Alignment.ANY)
@@ -59,8 +61,12 @@ def test_fallback_serves_tensors_that_the_selection_cannot_address(
     selected, portable = native_record(make_record, native, problem), make_record(problem, ms=1.0)
     for tuned in (tables(selected, portable), tables(portable, selected)):
         assert chosen(problem, tuned, ALIGNED).record is selected
-        found = chosen(problem, tuned, MISALIGNED)
-        assert (found.record, found.source, found.standing) == (portable, "shipped", VerificationStatus.TIMED)
+        selection = chosen(problem, tuned, MISALIGNED)
+        assert (selection.record, selection.source, selection.standing) == (
+            portable,
+            "shipped",
+            VerificationStatus.TIMED,
+        )
 
 
 def test_shipped_fallback_serves_where_the_user_selection_cannot(
@@ -78,10 +84,10 @@ def test_nearest_record_then_default_serve_without_a_fallback(
     native: Family, problem: Problem, make_record: Make
 ) -> None:
     selected, far = native_record(make_record, native, problem), make_record(resized(problem, 8192))
-    found = chosen(problem, tables(selected, far), MISALIGNED)
-    assert (found.record, found.source) == (far, "estimated")
-    found = chosen(problem, tables(selected), MISALIGNED)
-    assert (found.record.family, found.source) == ("forward_q_outer", "default")
+    selection = chosen(problem, tables(selected, far), MISALIGNED)
+    assert (selection.record, selection.source) == (far, "estimated")
+    selection = chosen(problem, tables(selected), MISALIGNED)
+    assert (selection.record.family, selection.source) == ("forward_q_outer", "default")
 
 
 def test_nearest_record_prefers_the_selection_over_the_fallback(
@@ -138,13 +144,11 @@ def tensors(length: int, misaligned: bool) -> tuple[torch.Tensor, torch.Tensor, 
     return q[..., :64], k[..., :64], v[..., :64]
 
 
-def decided(
-    monkeypatch: pytest.MonkeyPatch, tuned: Tables, misaligned: bool
-) -> tuple[BoundRequest, Decision]:
-    monkeypatch.setattr(BoundRequest, "target", H200)
-    monkeypatch.setattr(decision, "tuned_records", lambda name: tuned)
-    monkeypatch.setattr(decision, "check_device", lambda request: None)
-    bound = BoundRequest.of(dense_call(*tensors(512, misaligned), causal=True, prefer="generated"))
+def decided(tuned: Tables, misaligned: bool) -> tuple[BoundRequest, Decision]:
+    machine = Machine()
+    machine.tables = tuned
+    call = dense_call(*tensors(512, misaligned), causal=True, prefer="generated")
+    bound = BoundRequest.of(call, platform=machine)
     return bound, choose(bound)[0]
 
 
@@ -152,12 +156,12 @@ def test_explain_names_the_rejected_family(
     native: Family, problem: Problem, make_record: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tuned = tables(native_record(make_record, native, problem), make_record(problem))
-    _, aligned = decided(monkeypatch, tuned, misaligned=False)
+    _, aligned = decided(tuned, misaligned=False)
     assert aligned.reason == "it is selected in the table that ships for this GPU"
-    _, copied = decided(monkeypatch, tuned, misaligned=True)
+    _, copied = decided(tuned, misaligned=True)
     assert copied.reason.startswith("q, k, v are copied first")
     monkeypatch.setattr(sdpa, "COPY_MS", math.inf)
-    _, misaligned = decided(monkeypatch, tuned, misaligned=True)
+    _, misaligned = decided(tuned, misaligned=True)
     assert misaligned.selection is not None
     assert misaligned.selection.record.family == "forward_q_outer"
     assert misaligned.reason.startswith("forward_native would serve but cannot address tensors")
@@ -168,19 +172,21 @@ def test_failed_kernel_is_replaced_by_another_family(
 ) -> None:
     tried: list[str] = []
 
-    def refuse_native(selection: Selection, *_: object) -> object:
-        tried.append(f"{selection.record.family} {selection.source}")
-        if selection.record.family == native.name:
-            raise KernelError("AttributeError: this Triton calls it otherwise")
-        return None, None, None
+    class RefusesNative(Machine):
+        def load(self, selection: Selection, *_: object) -> LoadedKernel:
+            tried.append(f"{selection.record.family} {selection.source}")
+            if selection.record.family == native.name:
+                raise KernelError("AttributeError: this Triton calls it otherwise")
+            return LoadedKernel(None, H200, None)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(kernel_fallback, "chosen", refuse_native)
-    monkeypatch.setattr(passes, "bind", lambda *_, **__: None)
+        def bind(self, *_: object, **__: object) -> None:  # type: ignore[override]
+            pass
+
     monkeypatch.setattr(passes, "launcher", lambda *_: "served")
     tuned = tables(native_record(make_record, native, problem), make_record(problem))
-    bound, decided_for = decided(monkeypatch, tuned, misaligned=False)
+    bound, decided_for = decided(tuned, misaligned=False)
     assert decided_for.backend is Backend.GENERATED
     with pytest.warns(FlashtuneWarning, match="calls it otherwise, so a default config serves"):
-        served: object = prepared(decided_for, forward_pass(bound))
+        served: object = prepared(decided_for, forward_pass(bound, RefusesNative()))
     assert served == "served"
     assert tried == ["forward_native shipped", "forward_native default", "forward_q_outer default"]

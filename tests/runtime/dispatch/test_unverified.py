@@ -6,14 +6,12 @@ from collections.abc import Callable
 import msgspec
 import pytest
 import torch
-from torch import Tensor
 
 import flashtune
 from flashtune.core.errors import KernelError, VerificationError
 from flashtune.core.notices import FlashtuneWarning, search_command
 from flashtune.core.problem import Problem
 from flashtune.core.record import Record
-from flashtune.runtime import call_cache
 from flashtune.tuner.workloads.shapes import parse_shape
 from tests.support.machine import Machine, expected, inputs, tuned
 
@@ -86,34 +84,25 @@ def test_failure_is_warned_once_per_process(machine: Machine, problem: Problem) 
     for out in outs:
         reference = expected(q[:, :, : out.shape[2]], k, v)
         torch.testing.assert_close(out, reference, atol=2e-2, rtol=2e-2)
-    ours = [str(one.message) for one in told if one.category is FlashtuneWarning]
+    ours = [str(warning.message) for warning in told if warning.category is FlashtuneWarning]
     assert len(ours) == 1
     assert "self-check" in ours[0]
 
 
-def test_nothing_is_checked_during_a_capture(
-    machine: Machine, problem: Problem, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_checked_during_a_capture(machine: Machine, problem: Problem) -> None:
     q, k, v = inputs(problem)
-    capturing = [False]
-
-    def refuse(_: Tensor) -> None:
-        if capturing[0]:
-            raise KernelError("a CUDA graph is being captured: call flashtune.plan(...) before")
-
-    monkeypatch.setattr(call_cache, "_refuse_capture", refuse)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         planned = flashtune.plan(q, k, v, causal=True)
     checked = len(machine.checked)
     assert checked == 1, "the plan has checked before"
-    capturing[0] = True
+    machine.capturing = True
     torch.testing.assert_close(planned(q, k, v), expected(q, k, v))
     for prefer in ("fastest", "generated"):
         with pytest.raises(KernelError, match=r"flashtune\.plan"):
             flashtune.attention(q[:, :, :99], k, v, causal=True, prefer=prefer)
     assert len(machine.checked) == checked
-    capturing[0] = False
+    machine.capturing = False
     flashtune.attention(q[:, :, :99], k, v, causal=True)
     assert len(machine.checked) == checked + 1
 
@@ -124,35 +113,33 @@ def test_calls_with_other_addresses_are_known_during_a_capture(
 ) -> None:
     """Compilers copy tensors before they capture a graph."""
     aligned = inputs(problem)
-    shifted = [torch.empty(one.numel() + 1, dtype=one.dtype)[1:].view(one.shape) for one in aligned]
-    for one, other in zip(shifted, aligned, strict=True):
-        one.copy_(other)
-        assert one.data_ptr() % 16
+    shifted = [
+        torch.empty(tensor.numel() + 1, dtype=tensor.dtype)[1:].view(tensor.shape) for tensor in aligned
+    ]
+    for operand, other in zip(shifted, aligned, strict=True):
+        operand.copy_(other)
+        assert operand.data_ptr() % 16
     bias = torch.zeros(1, 1, problem.seqlen_q, problem.seqlen_kv + 8, dtype=aligned[0].dtype)
     odd, even = bias[..., 1 : problem.seqlen_kv + 1], bias[..., 8:]
     assert odd.stride() == even.stride()
 
-    def refuse(_: Tensor) -> None:
-        raise KernelError("capturing")
-
     flashtune.attention(*shifted, causal=True)
     flashtune.attention(*shifted, attn_bias=odd)
-    with monkeypatch.context() as patched:
-        patched.setattr(call_cache, "_refuse_capture", refuse)
-        torch.testing.assert_close(
-            flashtune.attention(*aligned, causal=True), expected(*aligned), atol=2e-2, rtol=2e-2
-        )
-        want = expected(*aligned, causal="none")
-        for one in (odd, even):
-            found = flashtune.attention(*aligned, attn_bias=one)
-            torch.testing.assert_close(found, want, atol=2e-2, rtol=2e-2)
-        with pytest.raises(KernelError, match="capturing"):
-            flashtune.attention(*aligned, causal=False)
+    machine.capturing = True
+    torch.testing.assert_close(
+        flashtune.attention(*aligned, causal=True), expected(*aligned), atol=2e-2, rtol=2e-2
+    )
+    want = expected(*aligned, causal="none")
+    for operand in (odd, even):
+        out = flashtune.attention(*aligned, attn_bias=operand)
+        torch.testing.assert_close(out, want, atol=2e-2, rtol=2e-2)
+    with pytest.raises(KernelError, match="being captured"):
+        flashtune.attention(*aligned, causal=False)
+    machine.capturing = False
     flashtune.attention(*aligned, causal=False)
-    with monkeypatch.context() as patched:
-        patched.setattr(call_cache, "_refuse_capture", refuse)
-        with pytest.raises(KernelError, match="capturing"):
-            flashtune.attention(*shifted, causal=False)
+    machine.capturing = True
+    with pytest.raises(KernelError, match="being captured"):
+        flashtune.attention(*shifted, causal=False)
 
 
 def test_kernel_that_does_not_compile_is_replaced(
@@ -169,17 +156,13 @@ def test_kernel_that_does_not_compile_is_replaced(
 
 
 def test_nothing_new_is_prepared_during_a_capture(
-    machine: Machine, problem: Problem, make_record: Make, monkeypatch: pytest.MonkeyPatch
+    machine: Machine, problem: Problem, make_record: Make
 ) -> None:
     tuned(machine, make_record(problem))
     q, k, v = inputs(problem)
-
-    def refuse(_: Tensor) -> None:
-        raise KernelError("capturing")
-
     planned = flashtune.plan(q, k, v, causal=True)
-    monkeypatch.setattr(call_cache, "_refuse_capture", refuse)
+    machine.capturing = True
     planned(q, k, v)
     flashtune.attention(q, k, v, causal=True)
-    with pytest.raises(KernelError, match="capturing"):
+    with pytest.raises(KernelError, match="being captured"):
         flashtune.attention(q, k, v, causal=False)

@@ -27,11 +27,11 @@ def read(cache: PagedKVCache, sequence: int, layer: int) -> tuple[Tensor, Tensor
     """Keys and values of a sequence as attention finds them: [length, kv_heads, width] in float32."""
     table, length = cache.block_table([sequence]), int(cache.lengths([sequence]))
     pages = table[0].long()
-    found = []
+    stored = []
     for pool, scales in zip(cache.layer(layer), (cache.k_scales, cache.v_scales), strict=True):
         # Not every version of torch indexes 8-bit floats.
         numbers = pool.float()[pages]
         if scales is not None:
             numbers = numbers * scales[layer][pages][..., None, None]
-        found.append(numbers.transpose(1, 2).flatten(0, 1)[:length])
-    return found[0], found[1]
+        stored.append(numbers.transpose(1, 2).flatten(0, 1)[:length])
+    return stored[0], stored[1]

@@ -43,37 +43,37 @@ def test_rows_are_stored_at_page_and_offset(layout: str, page_size: int) -> None
 
 def test_tables_lengths_and_slots_are_written_to_given_buffers() -> None:
     cache = make(dtype=torch.float32)
-    one, two, empty = cache.add(), cache.add(), cache.add()
-    cache.extend([one, two], [33, 5])
-    assert cache.block_table([two, one, empty]).tolist() == [[3, 0, 0], [0, 1, 2], [0, 0, 0]]
+    first, second, empty = cache.add(), cache.add(), cache.add()
+    cache.extend([first, second], [33, 5])
+    assert cache.block_table([second, first, empty]).tolist() == [[3, 0, 0], [0, 1, 2], [0, 0, 0]]
     assert cache.block_table([empty]).shape == (1, 1)
     table = torch.full((4, 5), 9, dtype=torch.int32)
     lengths, slots = torch.full((4,), 9, dtype=torch.int32), torch.full((4,), 9)
-    assert cache.block_table([one, two], out=table) is table
+    assert cache.block_table([first, second], out=table) is table
     assert table.tolist() == [[0, 1, 2, 0, 0], [3, 0, 0, 0, 0], [0] * 5, [0] * 5]
-    assert cache.lengths([one, two], out=lengths).tolist() == [33, 5, 0, 0]
-    assert cache.extend([two, one], 1, out=slots) is slots
+    assert cache.lengths([first, second], out=lengths).tolist() == [33, 5, 0, 0]
+    assert cache.extend([second, first], 1, out=slots) is slots
     assert slots.tolist() == [3 * 16 + 5, 2 * 16 + 1, -1, -1]
     k, v = rows(4, WIDTH, torch.float32), rows(4, VALUE_WIDTH, torch.float32)
     cache.append(k, v, slots)
-    assert torch.equal(read(cache, two, 0)[0][5], k[0])
-    assert torch.equal(read(cache, one, 0)[1][33], v[1])
+    assert torch.equal(read(cache, second, 0)[0][5], k[0])
+    assert torch.equal(read(cache, first, 0)[1][33], v[1])
     assert int(cache.keys.count_nonzero()) == 2 * HEADS * WIDTH, "rows of negative slots go nowhere"
-    assert cache.slots(one, 2).tolist() == [32, 33]
+    assert cache.slots(first, 2).tolist() == [32, 33]
 
 
 def test_mismatched_buffers_are_refused_without_side_effects() -> None:
     cache = make(dtype=torch.float32)
-    one = cache.add()
+    sequence = cache.add()
     for out in (torch.zeros(2), torch.zeros(1, 3, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)):
         with pytest.raises(UsageError, match=r"out (is|of shape)"):
-            cache.extend(one, 3, out=out)
-    assert (cache.length(one), cache.pages_used) == (0, 0)
-    cache.extend(one, 17)
+            cache.extend(sequence, 3, out=out)
+    assert (cache.length(sequence), cache.pages_used) == (0, 0)
+    cache.extend(sequence, 17)
     with pytest.raises(UsageError, match=r"out of shape \[1, 1\] is too small: \[1, 2\] are needed"):
-        cache.block_table([one], out=torch.zeros(1, 1, dtype=torch.int32))
+        cache.block_table([sequence], out=torch.zeros(1, 1, dtype=torch.int32))
     with pytest.raises(UsageError, match=r"pass torch.int32 of 1 on cpu"):
-        cache.lengths([one], out=torch.zeros(1, dtype=torch.int64))
+        cache.lengths([sequence], out=torch.zeros(1, dtype=torch.int64))
 
 
 def test_usage_statistics() -> None:
@@ -95,10 +95,10 @@ def test_usage_statistics() -> None:
 
 def test_values_that_are_columns_of_keys() -> None:
     cache = make(dtype=torch.float32, value_head_dim=0)
-    one = cache.add()
+    sequence = cache.add()
     k = rows(20, WIDTH, torch.float32)
-    cache.append(k, None, cache.extend(one, 20))
-    assert torch.equal(read(cache, one, 0)[0], k)
+    cache.append(k, None, cache.extend(sequence, 20))
+    assert torch.equal(read(cache, sequence, 0)[0], k)
     assert cache.values.numel() == 0
 
 

@@ -32,9 +32,9 @@ def test_given_scales(scale: Tensor | float | None, kind: KvScale, shape: tuple[
     assert cache.k_scales is not None
     assert torch.equal(cache.k_scales, right)
     assert cache.k_scales.stride(1) == 0, "pages share them"
-    one = cache.add()
+    sequence = cache.add()
     k = rows(3, WIDTH, torch.bfloat16) * 1000
-    cache.append(k, rows(3, VALUE_WIDTH, torch.float16), cache.extend(one, 3), layer=1)
+    cache.append(k, rows(3, VALUE_WIDTH, torch.float16), cache.extend(sequence, 3), layer=1)
     stored = cache.layer(1)[0][0, :, :3].transpose(0, 1)
     numbers = (k.float() / right[1, 0][:, None]).clamp(-448, 448)
     assert torch.equal(stored.float(), numbers.to(E4M3).float())
@@ -47,11 +47,11 @@ def test_page_scales_follow_their_rows(dtype: torch.dtype) -> None:
     cache = PagedKVCache(4, 16, 1, 2, dtype=dtype, device="cpu", page_scales=True)
     assert cache.kv_scale is KvScale.PAGE
     assert cache.k_scales is not None
-    one = cache.add()
+    sequence = cache.add()
 
     def append(*values: float) -> None:
         k = torch.tensor(values).reshape(-1, 1, 1).expand(-1, -1, 2).contiguous()
-        cache.append(k, k, cache.extend(one, len(values)))
+        cache.append(k, k, cache.extend(sequence, len(values)))
 
     scale = torch.tensor(1.0) / largest
     append(1.0, -0.5)
@@ -60,17 +60,19 @@ def test_page_scales_follow_their_rows(dtype: torch.dtype) -> None:
     assert torch.equal(cache.k_scales[0, 0, 0], scale), "smaller rows change nothing"
     append(5.0)
     assert torch.equal(cache.k_scales[0, 0, 0], 8 * scale), "the least power of two that fits"
-    found = read(cache, one, 0)[0][:, 0, 0]
-    torch.testing.assert_close(found, torch.tensor([1.0, -0.5, 0.1, 5.0]), rtol=2**-4, atol=8 / largest)
-    fork = cache.fork(one)
+    stored = read(cache, sequence, 0)[0][:, 0, 0]
+    torch.testing.assert_close(stored, torch.tensor([1.0, -0.5, 0.1, 5.0]), rtol=2**-4, atol=8 / largest)
+    fork = cache.fork(sequence)
     append(100.0)
-    torch.testing.assert_close(read(cache, one, 0)[0][:4, 0, 0], found, rtol=2**-4, atol=128 / largest)
-    assert torch.equal(read(cache, fork, 0)[0][:, 0, 0], found), "a copy has a scale of its own"
-    cache.truncate(one, 0)
+    torch.testing.assert_close(read(cache, sequence, 0)[0][:4, 0, 0], stored, rtol=2**-4, atol=128 / largest)
+    assert torch.equal(read(cache, fork, 0)[0][:, 0, 0], stored), "a copy has a scale of its own"
+    cache.truncate(sequence, 0)
     append(0.25)
-    assert torch.equal(cache.k_scales[0, int(cache.block_table([one])), 0], scale / 4), "a page begins anew"
+    assert torch.equal(cache.k_scales[0, int(cache.block_table([sequence])), 0], scale / 4), (
+        "a page begins anew"
+    )
     append(torch.inf)
-    assert read(cache, one, 0)[0][1, 0, 0] == torch.tensor(largest) * (scale / 4), (
+    assert read(cache, sequence, 0)[0][1, 0, 0] == torch.tensor(largest) * (scale / 4), (
         "clamped, and asks for nothing"
     )
 
@@ -79,8 +81,8 @@ def test_page_scales_follow_their_rows(dtype: torch.dtype) -> None:
 def test_values_that_are_columns_of_keys_share_scales(scales: dict[str, Any]) -> None:
     cache = make(dtype=E4M3, value_head_dim=0, **scales)
     kind = KvScale.PAGE if "page_scales" in scales else KvScale.HEAD
-    one = cache.add()
-    for layer, slots in enumerate([cache.extend(one, 3)] * LAYERS):
+    sequence = cache.add()
+    for layer, slots in enumerate([cache.extend(sequence, 3)] * LAYERS):
         cache.append(rows(3, WIDTH, torch.float32) * (layer + 1), None, slots, layer=layer)
     assert cache.kv_scale is kind
     assert cache.k_scales is not None
@@ -101,10 +103,12 @@ def test_scales_are_float32_under_any_default_dtype() -> None:
 
 def test_page_of_zeros_gets_its_scale_from_later_rows() -> None:
     cache = PagedKVCache(2, 16, 1, 2, dtype=torch.int8, device="cpu", page_scales=True)
-    one = cache.add()
+    sequence = cache.add()
     for numbers in (torch.zeros(2, 1, 2), torch.full((1, 1, 2), 3e-4)):
-        cache.append(numbers, numbers, cache.extend(one, len(numbers)))
-    torch.testing.assert_close(read(cache, one, 0)[0][:, 0, 0], torch.tensor([0, 0, 3e-4]), rtol=0.02, atol=0)
+        cache.append(numbers, numbers, cache.extend(sequence, len(numbers)))
+    torch.testing.assert_close(
+        read(cache, sequence, 0)[0][:, 0, 0], torch.tensor([0, 0, 3e-4]), rtol=0.02, atol=0
+    )
 
 
 def test_nan_is_preserved_by_types_that_have_it() -> None:

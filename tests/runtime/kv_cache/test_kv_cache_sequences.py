@@ -107,9 +107,11 @@ class AgainstRows(RuleBasedStateMachine):
     def sequences_read_their_own_rows(self) -> None:
         for sequence, layers in self.expected.items():
             for layer, expected in enumerate(layers):
-                for name, found, right in zip("kv", read(self.cache, sequence, layer), expected, strict=True):
-                    assert found.shape == right.shape
-                    assert bool(((found - right).abs() <= self.allowed(name, sequence, layer, right)).all())
+                for name, stored, right in zip(
+                    "kv", read(self.cache, sequence, layer), expected, strict=True
+                ):
+                    assert stored.shape == right.shape
+                    assert bool(((stored - right).abs() <= self.allowed(name, sequence, layer, right)).all())
 
     @precondition(lambda self: hasattr(self, "cache"))
     @invariant()

@@ -82,8 +82,8 @@ def test_epilogue_receives_the_workspaces_of_the_kernel(gpu: Driver) -> None:
     )
     launch = launch_of(stages, FORWARD, CPU, scratch, DESCRIBED, arguments)
     launch((q, k, v, out, lse), 0.5, ExtraInputs(seqlens_kv=lengths))
-    assert [tuple(one.shape) for one in kept] == [(3, 8, 64), (3, 8)]
-    pointers = [one.data_ptr() for one in kept]
+    assert [tuple(tensor.shape) for tensor in kept] == [(3, 8, 64), (3, 8)]
+    pointers = [tensor.data_ptr() for tensor in kept]
     described = found(arguments, q, k, v, out)
     assert kernel.values == [(*described, lse.data_ptr(), lengths.data_ptr(), *pointers, 0.5)]
     assert epilogue.values == [(out.data_ptr(), lse.data_ptr(), *pointers)]

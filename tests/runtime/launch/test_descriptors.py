@@ -9,7 +9,6 @@ import torch
 from triton.backends.nvidia import driver as nvidia
 
 from flashtune.core.errors import KernelError
-from flashtune.launch import tma_descriptors
 from flashtune.launch.tma_descriptors import (
     MAX_ADDRESSES,
     DescriptorArguments,
@@ -110,7 +109,10 @@ def test_descriptors_are_cached_by_tuples_of_addresses(gpu: Driver) -> None:
     gpu.filled.clear()
     others = arguments.made((first.data_ptr(), third.data_ptr()), first.device)
     assert [made.address for made in gpu.filled] == [third.data_ptr()]
-    assert [one.address for one in others if isinstance(one, Map)] == [first.data_ptr(), third.data_ptr()]
+    assert [descriptor.address for descriptor in others if isinstance(descriptor, Map)] == [
+        first.data_ptr(),
+        third.data_ptr(),
+    ]
     assert arguments.at(addresses) is made
     for number in range(MAX_ADDRESSES - 1):
         arguments.made((first.data_ptr(), 16 * number), first.device)
@@ -164,7 +166,5 @@ def test_unsupported_triton_is_reported_before_the_first_call(
 ) -> None:
     monkeypatch.setattr("triton.backends.nvidia.driver.make_tensordesc_arg", None)
     monkeypatch.delattr("triton.backends.nvidia.driver.make_tensordesc_arg")
-    tma_descriptors._maker.cache_clear()
     with pytest.raises(KernelError, match=r"install one from 3\.6 to 3\.9"):
         DescriptorArguments([[pattern(a_tensor())]], [NOTES])
-    tma_descriptors._maker.cache_clear()

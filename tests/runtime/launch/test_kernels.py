@@ -119,7 +119,7 @@ def test_compiler_reads_the_lines_that_python_executes(
     kernel = kernel_of(make_record(problem), Specialization())
     other = msgspec.structs.replace(kernel, source=kernel.source.replace("#", f"#{character}", 1))
     assert other.digest != kernel.digest
-    functions = [getattr(load_module(one), kernel.entry) for one in (kernel, other)]
+    functions = [getattr(load_module(rendered), kernel.entry) for rendered in (kernel, other)]
     assert functions[0].src == functions[1].src
 
 

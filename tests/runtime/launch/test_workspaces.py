@@ -56,11 +56,11 @@ class Pool:
 
 @pytest.fixture
 def pool(monkeypatch: pytest.MonkeyPatch) -> Pool:
-    found = Pool()
-    monkeypatch.setattr(workspaces, "_made", found.make)
+    fake = Pool()
+    monkeypatch.setattr(workspaces, "_made", fake.make)
     monkeypatch.setattr(workspaces, "_kept", defaultdict(lambda: defaultdict(list)))
-    monkeypatch.setattr(workspaces, "capturing", lambda: found.capturing)
-    return found
+    monkeypatch.setattr(workspaces, "capturing", lambda: fake.capturing)
+    return fake
 
 
 SHAPES = {"one": (3, 50), "two": (1,), "three": (2, 64)}
@@ -121,12 +121,12 @@ def test_memory_is_allocated_on_its_stream_in_another_thread(monkeypatch: pytest
     entered: list[tuple[Any, bool]] = []
 
     @contextlib.contextmanager
-    def stream(given: Any) -> Iterator[None]:
-        entered.append((given, threading.current_thread() is threading.main_thread()))
+    def stream(external: Any) -> Iterator[None]:
+        entered.append((external, threading.current_thread() is threading.main_thread()))
         yield
 
     monkeypatch.setattr(torch.cuda, "stream", stream)
-    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda *given: given)
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda *arguments: arguments)
     memory = workspaces._made(MIN_KEPT_BYTES + 1, CPU, 7)
     assert entered == [((7, CPU), False)]
     assert memory.size == memory.tensor.numel() == 2 * MIN_KEPT_BYTES
@@ -143,6 +143,6 @@ def test_custom_allocator_is_called_for_each_workspace(pool: Pool) -> None:
 
     planned = Workspaces({"one": (2, 3), "other": (4,)}, CPU, allocate)
     addresses, _, _ = planned.take(0)
-    assert [tuple(one.shape) for one in kept] == [(2, 3), (4,)]
-    assert addresses == [one.data_ptr() for one in kept]
+    assert [tuple(tensor.shape) for tensor in kept] == [(2, 3), (4,)]
+    assert addresses == [tensor.data_ptr() for tensor in kept]
     assert pool.made == []

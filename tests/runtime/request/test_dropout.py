@@ -60,11 +60,11 @@ def pairs(dropout: float) -> Iterator[tuple[object, Tensor, Tensor]]:
         for lag in (*NEAR, *FAR):
             yield (seed, lag), *lagged(drawn, *lag)
         for heads in itertools.combinations(range(HEADS), 2):
-            one, other = drawn[heads[0]], drawn[heads[1]]
-            yield (seed, heads), one, other
+            first, other = drawn[heads[0]], drawn[heads[1]]
+            yield (seed, heads), first, other
             # Nor the rows of one and the next row, or the next key, of the other.
-            yield (seed, heads, "next row"), one[1:], other[:-1]
-            yield (seed, heads, "next key"), one[:, 1:], other[:, :-1]
+            yield (seed, heads, "next row"), first[1:], other[:-1]
+            yield (seed, heads, "next key"), first[:, 1:], other[:, :-1]
     for seeds in itertools.combinations(range(len(SEEDS)), 2):
         yield seeds, fields[seeds[0]], fields[seeds[1]]
 
@@ -72,8 +72,8 @@ def pairs(dropout: float) -> Iterator[tuple[object, Tensor, Tensor]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("dropout", SHARES)
 def test_neighbours_heads_and_seeds_are_uncorrelated(dropout: float) -> None:
-    for place, one, other in pairs(dropout):
-        assert abs(z_score(one * other)) < 4.5, place
+    for pair, first, other in pairs(dropout):
+        assert abs(z_score(first * other)) < 4.5, pair
 
 
 @pytest.mark.slow

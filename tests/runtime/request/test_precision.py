@@ -8,7 +8,7 @@ import torch
 from flashtune.core.problem import Dtype
 from flashtune.request.call import dense_call
 from flashtune.request.read_call import read_call
-from flashtune.runtime.call_cache import call_key
+from flashtune.runtime.call_key import call_key
 
 
 @pytest.fixture(autouse=True)

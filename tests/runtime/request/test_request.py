@@ -101,13 +101,6 @@ def test_quantised_keys_require_scales(dtype: torch.dtype) -> None:
         flashtune.explain(q, k.to(dtype), v.to(dtype))
 
 
-def test_side_inputs_of_calls_are_tensors() -> None:
-    with pytest.raises(ProblemError, match="sinks is a list: pass a torch tensor"):
-        flashtune.attention(*tensors(), sinks=[0.0] * 8)  # type: ignore[call-overload]
-    with pytest.raises(ProblemError, match="sinks is a list: pass a torch tensor"):
-        flashtune.plan(*tensors(), sinks=[0.0] * 8)  # type: ignore[call-overload]
-
-
 @pytest.mark.parametrize("missing", [0, 1])
 def test_varlen_calls_require_cu_seqlens(missing: int) -> None:
     q, starts = torch.zeros(4, 2, 32), [torch.tensor([0, 4], dtype=torch.int32)] * 2

@@ -23,33 +23,33 @@ HEADS, WIDTH = 4, 32
 DOUBLE = torch.float64
 
 
-def with_value(tensor: Tensor, place: int | tuple[int, int], value: int) -> Tensor:
+def with_value(tensor: Tensor, index: int | tuple[int, int], value: int) -> Tensor:
     changed = tensor.clone()
-    changed[place] = value
+    changed[index] = value
     return changed
 
 
 def varlen(**changes: Any) -> Call:
     q, k = torch.randn(sum(QUERIES), HEADS, WIDTH), torch.randn(sum(KEYS), 2, WIDTH)
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "cu_seqlens_q": starts(QUERIES),
         "cu_seqlens_k": starts(KEYS),
         "max_seqlen_q": max(QUERIES),
         "max_seqlen_k": max(KEYS),
     }
-    return varlen_call(q.double(), k.double(), k.double(), return_lse=False, **given | changes)
+    return varlen_call(q.double(), k.double(), k.double(), return_lse=False, **arguments | changes)
 
 
 def pages(**changes: Any) -> Call:
     cache = paged()
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "q": torch.randn(len(KEYS), HEADS, WIDTH, dtype=DOUBLE),
         "k_cache": cache.k_cache.double(),
         "v_cache": cache.v_cache.double(),
         "block_table": cache.block_table,
         "kv_lengths": cache.seqlens_k,
     }
-    return paged_call(return_lse=False, **given | changes)
+    return paged_call(return_lse=False, **arguments | changes)
 
 
 def dense(**changes: Any) -> Call:

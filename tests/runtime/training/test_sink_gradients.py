@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from flashtune import testing
 from flashtune.core.features.records import NO_EXTRA_INPUTS
 from flashtune.core.kernel import Specialization
 from flashtune.core.layouts import Layout
-from flashtune.core.problem import Direction, Dtype, Problem
 from flashtune.core.target import find_target
 from flashtune.runtime.autograd import with_side
 from flashtune.runtime.gradients import BackwardInputs, Gradients
@@ -27,30 +27,19 @@ def test_gradients_of_sinks_are_summed_over_sequences(wanted: tuple[str, ...], f
         return Gradients(q, k, v, by_sequence if from_kernel else None)
 
     run = with_side(backward, Layout.BHSD, wanted)
-    found = run(
+    gradient = run(
         BackwardInputs(q, k, v, out, lse, dout, None, None, NO_EXTRA_INPUTS._replace(sinks=sinks))
     ).dsinks
     if not wanted:
-        assert found is None
+        assert gradient is None
         return
-    assert found is not None
-    torch.testing.assert_close(found, by_sequence.sum(0))
+    assert gradient is not None
+    torch.testing.assert_close(gradient, by_sequence.sum(0))
 
 
 @pytest.mark.parametrize(("family", "writes"), [("backward_hopper", True), ("backward_split", False)])
 def test_hopper_kernels_write_gradients_of_sinks(family: str, writes: bool) -> None:
-    problem = Problem(
-        dtype=Dtype.BF16,
-        head_dim=64,
-        value_head_dim=64,
-        heads=2,
-        kv_heads=1,
-        batch=1,
-        seqlen_q=8,
-        seqlen_kv=8,
-        direction=Direction.BACKWARD,
-        sinks=True,
-    )
-    found = find_family(family)
-    kernel = render(found, problem, found.default(problem, find_target("h200")), Specialization())
+    problem = testing.problem("heads=2,kv_heads=1,seqlen=8,head_dim=64,dtype=bf16,backward", sinks=True)
+    hopper = find_family(family)
+    kernel = render(hopper, problem, hopper.default(problem, find_target("h200")), Specialization())
     assert kernel.writes("dsinks") is writes

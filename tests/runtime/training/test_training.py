@@ -10,9 +10,9 @@ import flashtune
 from flashtune.core.errors import KernelError, ProblemError, VerificationError
 from flashtune.core.notices import FlashtuneWarning
 from flashtune.core.problem import Problem
-from flashtune.core.session import SESSION
 from flashtune.dispatch import decision
-from flashtune.runtime import call_cache, prepare
+from flashtune.runtime import prepare
+from flashtune.runtime.session import SESSION
 from tests.runtime.training.training_calls import (
     Make,
     backward_record,
@@ -53,13 +53,10 @@ def test_sdpa_serves_both_passes_where_kernels_fail(machine: Machine, problem: P
 
 
 @pytest.mark.parametrize("failing", ["forward", "backward"])
-@pytest.mark.usefixtures("machine")
 def test_explain_reports_the_baseline_of_both_passes_if_one_kernel_failed(
-    problem: Problem, failing: str, monkeypatch: pytest.MonkeyPatch
+    machine: Machine, problem: Problem, failing: str
 ) -> None:
-    monkeypatch.setattr(
-        "flashtune.api.explain.known_verdict", lambda kernel, _: not kernel.family.startswith(failing)
-    )
+    machine.judge = lambda kernel: not kernel.family.startswith(failing)
     explanation = flashtune.explain(*leaves(problem), causal=True)
     assert explanation.backward is not None
     assert (explanation.backend, explanation.backward.backend) == ("sdpa", "sdpa")
@@ -106,10 +103,12 @@ def test_compile_traces_operators_of_the_backend_of_both_passes(
         return flashtune.attention(q, k, v, causal=True).float().square().sum()
 
     q, k, v = leaves(problem, torch.bfloat16)
-    found = torch.autograd.grad(torch.compile(loss, backend="aot_eager", fullgraph=True)(q, k, v), (q, k, v))
+    compiled = torch.autograd.grad(
+        torch.compile(loss, backend="aot_eager", fullgraph=True)(q, k, v), (q, k, v)
+    )
     wanted = torch.autograd.grad(loss(q, k, v), (q, k, v))
-    for one, other in zip(found, wanted, strict=True):
-        torch.testing.assert_close(one, other)
+    for gradient, other in zip(compiled, wanted, strict=True):
+        torch.testing.assert_close(gradient, other)
     assert (machine.launches, machine.backward_launches, machine.kernels) == (0, 0, [])
 
 
@@ -172,11 +171,11 @@ def test_deterministic_gradients_are_a_separate_problem(machine: Machine, proble
         close(gradients(problem, q, k, v), right(q, k, v))
     finally:
         torch.use_deterministic_algorithms(False)
-    assert len(call_cache._executors) == 2
+    assert len(SESSION.executors) == 2
     with torch.no_grad():
         flashtune.attention(q, k, v, deterministic=True)
         flashtune.attention(q, k, v)
-    assert len(call_cache._executors) == 3, "of no meaning where nobody goes back"
+    assert len(SESSION.executors) == 3, "of no meaning where nobody goes back"
 
 
 @pytest.mark.slow
@@ -194,13 +193,8 @@ def test_plans_prepare_both_passes(machine: Machine, problem: Problem) -> None:
         planned(q.detach(), k.detach(), v.detach())
 
 
-def test_new_shape_during_capture_is_refused(
-    machine: Machine, problem: Problem, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(q: Tensor) -> None:
-        raise KernelError("a CUDA graph is being captured")
-
-    monkeypatch.setattr(call_cache, "_refuse_capture", refuse)
+def test_new_shape_during_capture_is_refused(machine: Machine, problem: Problem) -> None:
+    machine.capturing = True
     with pytest.raises(KernelError, match="captured"):
         flashtune.attention(*leaves(problem))
 
@@ -234,7 +228,7 @@ def test_float64_uses_unfused_attention(options: dict[str, Any]) -> None:
     assert (told.backend, told.reason) == ("unfused", "no kernel takes float64")
     result = attend(q, k, v)
     results = result if isinstance(result, tuple) else (result,)
-    assert {one.dtype for one in results} == {torch.float64}
+    assert {tensor.dtype for tensor in results} == {torch.float64}
     assert torch.autograd.gradcheck(attend, (q, k, v))
     assert torch.autograd.gradgradcheck(attend, (q, k, v))
     compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)

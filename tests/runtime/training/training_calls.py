@@ -45,9 +45,9 @@ def right(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     return torch.autograd.grad(expected(q, k, v).square().sum(), (q, k, v))
 
 
-def close(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> None:
-    for one, other in zip(found, wanted, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+def close(results: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> None:
+    for gradient, other in zip(results, wanted, strict=True):
+        torch.testing.assert_close(gradient, other, atol=1e-4, rtol=1e-4)
 
 
 def executor_of(out: Tensor) -> backward_executors.BoundBackward:

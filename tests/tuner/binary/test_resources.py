@@ -128,8 +128,8 @@ def test_kernel_without_resources_is_limited_by_threads() -> None:
 
 def test_overflow_names_the_exceeded_resource() -> None:
     b200 = find_target("b200")
-    assert overflow(Resources(sram_bytes=b200.sram_per_block), b200) is None
-    assert "232449 B of SRAM" in str(overflow(Resources(sram_bytes=b200.sram_per_block + 1), b200))
+    assert overflow(Resources(sram_bytes=b200.sram_per_block), b200) == ""
+    assert "232449 B of SRAM" in overflow(Resources(sram_bytes=b200.sram_per_block + 1), b200)
     columns = overflow(Resources(sram_bytes=0, tensor_memory_columns=640), b200)
     assert columns == "asks for 640 columns of tensor memory, and nvidia-b200 has 512"
 

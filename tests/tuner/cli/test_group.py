@@ -95,7 +95,7 @@ def test_unexpected_exceptions_are_not_caught(monkeypatch: pytest.MonkeyPatch) -
 
 
 @click.command()
-@problem_options
+@problem_options()
 @target_options
 def probe(problems: tuple[object, ...], target: object, device: int | None) -> None:
     click.echo(f"{len(problems)} {getattr(target, 'name', '')} {device}")

@@ -11,7 +11,7 @@ from flashtune.core.record import (
     Verdict,
     standard_error,
 )
-from flashtune.tuner.execution.timing import Sampling, summarize
+from flashtune.tuner.execution.timing import sample_count, summarize
 from flashtune.tuner.search.selection import finalists, select
 from tests.support.records import DIGEST, make_record
 from tests.tuner.search.fakes import FAMILY, PASSED, a_config, a_problem
@@ -114,8 +114,4 @@ def test_median_and_percentiles_are_samples() -> None:
 
 
 def test_slow_launches_have_fewer_samples_but_a_minimum() -> None:
-    sampling = Sampling(least=5, most=20, budget_ms=50.0)
-    assert sampling.count(0.01) == 20
-    assert sampling.count(5.0) == 10
-    assert sampling.count(math.inf) == 5
-    assert sampling.count(0.0) == 20
+    assert [sample_count(ms) for ms in (0.0, 0.01, 5.0, math.inf)] == [25, 25, 12, 9]

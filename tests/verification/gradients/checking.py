@@ -59,9 +59,9 @@ def found_at(
     return list(comparison.launch_findings(kernel, None, case, pass_, H200, 0))
 
 
-def failures(found: list[Finding]) -> list[str]:
+def failures(findings: list[Finding]) -> list[str]:
     """The errors, as text."""
-    return [f"{one.what} {one.figure.item():.3g}" for one in found if not one.holds()]
+    return [f"{finding.what} {finding.figure.item():.3g}" for finding in findings if not finding.holds()]
 
 
 def refused(

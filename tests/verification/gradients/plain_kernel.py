@@ -79,8 +79,8 @@ def _one(
     low = tensors.q.dtype
     head = hooks.head(torch.arange(problem.heads) // problem.group_size)
     own = torch.arange(problem.heads) // problem.group_size
-    q, out, dout = (one[block, :, rows].float() for one in (tensors.q, tensors.out, tensors.dout))
-    k, v = (one[block, :, keys].float() for one in (tensors.k, tensors.v))
+    q, out, dout = (tensor[block, :, rows].float() for tensor in (tensors.q, tensors.out, tensors.dout))
+    k, v = (tensor[block, :, keys].float() for tensor in (tensors.k, tensors.v))
     lse = hooks.log(tensors.lse[block, :, rows])
     delta = (dout * out).sum(-1)
     if tensors.dlse is not None:
@@ -136,9 +136,9 @@ def _scores(
         bent = torch.tanh(scores / side.softcap)
         scores, steepness = side.softcap * bent, 1.0 - bent * bent
     query, key = torch.arange(scores.shape[1])[:, None], torch.arange(scores.shape[2])
-    place = query if problem.causal == "top_left" else query + scores.shape[2] - scores.shape[1]
-    distance = (place - key).abs()
-    hidden = out_of_sight(problem, place, key, sequence, side)
+    position = query if problem.causal == "top_left" else query + scores.shape[2] - scores.shape[1]
+    distance = (position - key).abs()
+    hidden = out_of_sight(problem, position, key, sequence, side)
     if side.slopes is not None:
         scores = scores - side.slopes[sequence][:, None, None] * distance
     if side.bias is not None:

@@ -75,15 +75,15 @@ def test_sliced_reference_has_the_same_gradients(monkeypatch: pytest.MonkeyPatch
 
     q, k, v, dout = drawn(4, 100, 32), drawn(2, 100, 32), drawn(2, 100, 24), drawn(4, 100, 24)
     side = NO_EXTRA_INPUTS._replace(slopes=torch.rand(2, 4, generator=generator))
-    given = BackwardCase(q, k, v, dout, None, side, 0.2, equal_lengths(problem))
+    case = BackwardCase(q, k, v, dout, None, side, 0.2, equal_lengths(problem))
     chosen = Chosen(sample_pairs(problem, generator), torch.arange(100))
-    whole = expect_gradients(problem, given, chosen)
+    whole = expect_gradients(problem, case, chosen)
     monkeypatch.setattr("flashtune.verification.gradients.head_sampling.CHUNK_SCORES", {"cpu": 3000})
     assert [len(piece.rows) for piece in pieces(problem, chosen.pairs, "cpu")] == [7] * 4
-    sliced = expect_gradients(problem, given, chosen)
+    sliced = expect_gradients(problem, case, chosen)
     torch.testing.assert_close(sliced.lse, whole.lse)
-    for name, one in whole.gradients.items():
-        for part, other in zip(one, sliced.gradients[name], strict=True):
+    for name, gradient in whole.gradients.items():
+        for part, other in zip(gradient, sliced.gradients[name], strict=True):
             torch.testing.assert_close(part, other, rtol=1e-9, atol=1e-12)
 
 

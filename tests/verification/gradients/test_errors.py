@@ -34,7 +34,7 @@ def pairs_left_out(name: str, where: Callable[[Tensor, Tensor], Tensor]) -> Hook
     def scores(gradient: str, right: Scores) -> Scores:
         query, key = (torch.arange(size) for size in right.weights.shape[1:])
         left_out = where(query[:, None], key[None, :]).expand(right.weights.shape[1:])
-        return Scores(*(one.masked_fill(left_out, 0.0) for one in right)) if gradient == name else right
+        return Scores(*(tensor.masked_fill(left_out, 0.0) for tensor in right)) if gradient == name else right
 
     return Hooks(scores=scores)
 
@@ -62,7 +62,7 @@ def one_head_left_out(name: str) -> Hooks:
         if gradient != name or len(right.weights) < 4:
             return right
         heads = (torch.arange(len(right.weights)) % 2 == 0)[:, None, None]
-        return Scores(*(one * heads for one in right))
+        return Scores(*(tensor * heads for tensor in right))
 
     return Hooks(scores=scores)
 
@@ -82,7 +82,7 @@ def transposed_heads(head: Tensor) -> Tensor:
 
 
 def weights_of_bf16(_: str, right: Scores) -> Scores:
-    return Scores(*(one.bfloat16().float() for one in right))
+    return Scores(*(tensor.bfloat16().float() for tensor in right))
 
 
 def delta_of_another_row(delta: Tensor) -> Tensor:

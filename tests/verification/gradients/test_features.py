@@ -47,7 +47,7 @@ def test_subnormal_probabilities_may_be_flushed(
 
     def found(least: float) -> list[str]:
         def lost(_: str, scores: Scores) -> Scores:
-            return Scores(*(torch.where(scores.weights < least, 0.0, one) for one in scores))
+            return Scores(*(torch.where(scores.weights < least, 0.0, tensor) for tensor in scores))
 
         return failures(found_at(monkeypatch, case, Hooks(scores=lost)))
 
@@ -74,18 +74,18 @@ def test_reference_matches_autograd(name: str) -> None:
             side = side._replace(bias=open_bias)
         dout, dlse = make_dout(case.probe, problem, 16, generator), make_dlse(problem, generator)
         chosen = Chosen(sample_pairs(problem, generator), torch.arange(problem.seqlen_q))
-        given = BackwardCase(q, k, v, dout, dlse, side, case.scale, lengths)
-        expected = expect_gradients(problem, given, chosen)
-        found = differentiated(problem, given, chosen.pairs)
-        assert found.keys() == expected.gradients.keys()
-        for one, tensor in found.items():
-            torch.testing.assert_close(tensor, expected.gradients[one].exact, rtol=1e-8, atol=1e-8)
+        backward_case = BackwardCase(q, k, v, dout, dlse, side, case.scale, lengths)
+        expected = expect_gradients(problem, backward_case, chosen)
+        gradients = differentiated(problem, backward_case, chosen.pairs)
+        assert gradients.keys() == expected.gradients.keys()
+        for key, tensor in gradients.items():
+            torch.testing.assert_close(tensor, expected.gradients[key].exact, rtol=1e-8, atol=1e-8)
 
 
-def differentiated(problem: Problem, given: BackwardCase, pairs: Pairs) -> dict[str, Tensor]:
+def differentiated(problem: Problem, case: BackwardCase, pairs: Pairs) -> dict[str, Tensor]:
     """Gradients by torch's autograd, of attention as another hand wrote it, at some pairs."""
-    side = given.side
-    inputs = {"dq": given.q.double(), "dk": given.k.double(), "dv": given.v.double()}
+    side = case.side
+    inputs = {"dq": case.q.double(), "dk": case.k.double(), "dv": case.v.double()}
     if problem.bias is Bias.ADDITIVE and side.bias is not None:
         inputs["dbias"] = side.bias.double()
         side = side._replace(bias=inputs["dbias"])
@@ -93,16 +93,16 @@ def differentiated(problem: Problem, given: BackwardCase, pairs: Pairs) -> dict[
         inputs["dslopes"] = side.slopes.double()
         side = side._replace(slopes=inputs["dslopes"])
     if problem.kv_lengths:
-        side = side._replace(seqlens_kv=torch.tensor(given.lengths.keys, dtype=torch.int32))
+        side = side._replace(seqlens_kv=torch.tensor(case.lengths.keys, dtype=torch.int32))
     if side.sinks is not None:
         side = side._replace(sinks=side.sinks.double().requires_grad_())
-    for one in inputs.values():
-        one.requires_grad_()
-    out, lse = plain_attention(problem, inputs["dq"], inputs["dk"], inputs["dv"], side, given.scale)
-    assert given.dlse is not None
+    for tensor in inputs.values():
+        tensor.requires_grad_()
+    out, lse = plain_attention(problem, inputs["dq"], inputs["dk"], inputs["dv"], side, case.scale)
+    assert case.dlse is not None
     losses = [
         (of_lse * dlse)[~of_lse.isneginf()].sum() + (of_out * dout).sum()
-        for of_lse, dlse, of_out, dout in zip(lse, given.dlse, out, given.dout, strict=True)
+        for of_lse, dlse, of_out, dout in zip(lse, case.dlse, out, case.dout, strict=True)
     ]
     if side.sinks is not None:
         inputs["dsinks"] = torch.zeros(len(losses), problem.heads, dtype=torch.float64)
@@ -113,12 +113,13 @@ def differentiated(problem: Problem, given: BackwardCase, pairs: Pairs) -> dict[
     batch, heads = pairs.batch[:, None], pairs.heads(problem)
     places: dict[str, tuple[Tensor, Tensor]] = dict.fromkeys(inputs, (batch, heads))
     places |= dict.fromkeys(("dk", "dv"), pairs)
-    found = {}
-    for name, one in inputs.items():
-        assert one.grad is not None
-        found[name] = one.grad[places[name]]
+    gradients = {}
+    for name, tensor in inputs.items():
+        assert tensor.grad is not None
+        gradients[name] = tensor.grad[places[name]]
     return {
-        name: one[..., None] if name in ("dbias", "dslopes", "dsinks") else one for name, one in found.items()
+        name: gradient[..., None] if name in ("dbias", "dslopes", "dsinks") else gradient
+        for name, gradient in gradients.items()
     }
 
 

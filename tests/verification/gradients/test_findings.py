@@ -53,7 +53,7 @@ def found(monkeypatch: pytest.MonkeyPatch, case: Case, spoil: Spoil) -> set[str]
     pass_ = backward_pass(kernel, case, prepared)
     wrong = failures(list(comparison.launch_findings(kernel, None, case, pass_, H200, 0)))
     assert launches == case.repeats
-    return {one.partition(": ")[2].rpartition(" ")[0] for one in wrong}
+    return {message.partition(": ")[2].rpartition(" ")[0] for message in wrong}
 
 
 def outside(tensor: Tensor) -> Tensor:

@@ -45,8 +45,8 @@ def ready(alignment: Alignment = Alignment.EIGHT, layout: Layout = Layout.BSHD, 
 @pytest.mark.parametrize("layout", DENSE_LAYOUTS)
 @pytest.mark.parametrize("kv_dtype", [None, KvDtype.E4M3, KvDtype.INT8])
 def test_unused_pages_are_poisoned(layout: Layout, kv_dtype: KvDtype | None) -> None:
-    one = ready(layout=layout, page_size=16, kv_dtype=kv_dtype, kv_scale=KvScale.PAGE)
-    table, pool = one.side.block_table, one.k.view
+    prepared = ready(layout=layout, page_size=16, kv_dtype=kv_dtype, kv_scale=KvScale.PAGE)
+    table, pool = prepared.side.block_table, prepared.k.view
     assert table is not None
     used = {int(page): rows for page, rows in zip([*table[0, :3], table[2, 0]], (16, 16, 1, 16), strict=True)}
     for page in range(len(pool)):
@@ -56,10 +56,10 @@ def test_unused_pages_are_poisoned(layout: Layout, kv_dtype: KvDtype | None) -> 
         else:
             assert rest.float().isnan().all()
         assert pool[page, :, : used.get(page, 0)].float().isfinite().all()
-    if one.side.k_scale is not None:
+    if prepared.side.k_scale is not None:
         unused = [page for page in range(len(pool)) if page not in used]
-        assert one.side.k_scale[unused].isnan().all()
-        assert (one.side.k_scale[list(used)] > 0).all()
+        assert prepared.side.k_scale[unused].isnan().all()
+        assert (prepared.side.k_scale[list(used)] > 0).all()
 
 
 @pytest.mark.parametrize("page_size", [0, 16])
@@ -71,7 +71,7 @@ def test_scales_of_keys_and_values_have_different_strides(page_size: int, kv_sca
     assert side.k_scale.shape == side.v_scale.shape
     rows = kv_scale is KvScale.PAGE
     strides = zip(side.k_scale.stride(), side.v_scale.stride(), strict=True)
-    assert [one != other for one, other in strides] == [rows, True]
+    assert [stride != other for stride, other in strides] == [rows, True]
 
 
 def test_unused_table_entries_are_poisoned_or_invalid_pages() -> None:
@@ -92,33 +92,35 @@ def test_unused_table_entries_are_poisoned_or_invalid_pages() -> None:
 @pytest.mark.parametrize("fields", [{"packed": 10}, {"page_size": 16}, {"kv_lengths": True}, {}])
 @pytest.mark.parametrize("alignment", list(Alignment))
 def test_tensors_have_the_requested_alignment(alignment: Alignment, fields: dict[str, Any]) -> None:
-    one = ready(alignment, **fields)
-    views = tuple(tensor.view for tensor in (one.q, one.k, one.v, one.out))
+    prepared = ready(alignment, **fields)
+    views = tuple(tensor.view for tensor in (prepared.q, prepared.k, prepared.v, prepared.out))
     assert specialization_of(views, lse=True).alignment is alignment
 
 
 def test_packed_rows_are_contiguous() -> None:
-    one = ready(packed=10)
-    assert one.q.view.shape == (1, 4, 10, 24)
-    assert one.k.view.shape == (1, 2, 49, 24)
-    assert one.lse.view.shape == (1, 4, 10)
-    assert one.side.cu_seqlens_q is not None
-    assert one.side.cu_seqlens_q.tolist() == starts((7, 0, 3)).tolist() == [0, 7, 7, 10]
-    around = one.side.cu_seqlens_q.as_strided((6,), (1,), one.side.cu_seqlens_q.storage_offset() - 1)
+    prepared = ready(packed=10)
+    assert prepared.q.view.shape == (1, 4, 10, 24)
+    assert prepared.k.view.shape == (1, 2, 49, 24)
+    assert prepared.lse.view.shape == (1, 4, 10)
+    assert prepared.side.cu_seqlens_q is not None
+    assert prepared.side.cu_seqlens_q.tolist() == starts((7, 0, 3)).tolist() == [0, 7, 7, 10]
+    around = prepared.side.cu_seqlens_q.as_strided(
+        (6,), (1,), prepared.side.cu_seqlens_q.storage_offset() - 1
+    )
     assert around[0] == around[-1] > 10
 
 
 def test_keys_after_a_length_are_poisoned() -> None:
-    one = ready(kv_lengths=True)
-    assert one.v.view[0, :, 33:].isnan().all()
-    assert one.v.view[1].isnan().all()
-    assert one.v.view[2, :, :16].isfinite().all()
+    prepared = ready(kv_lengths=True)
+    assert prepared.v.view[0, :, 33:].isnan().all()
+    assert prepared.v.view[1].isnan().all()
+    assert prepared.v.view[2, :, :16].isfinite().all()
 
 
 def test_latent_values_are_the_first_key_columns() -> None:
-    one = ready(page_size=16, mla=True, kv_heads=1)
-    assert one.v.view.data_ptr() == one.k.view.data_ptr()
-    assert one.v.view.stride() == one.k.view.stride()
+    prepared = ready(page_size=16, mla=True, kv_heads=1)
+    assert prepared.v.view.data_ptr() == prepared.k.view.data_ptr()
+    assert prepared.v.view.stride() == prepared.k.view.stride()
 
 
 def test_lengths_of_tuned_shapes_have_the_total_and_maximum() -> None:
@@ -138,16 +140,16 @@ def test_lengths_of_tuned_shapes_have_the_total_and_maximum() -> None:
 
 
 def test_packed_rows_after_the_last_sequence_are_guarded() -> None:
-    one = ready(packed=10)
-    assert one.q.view.shape[2] == one.out.view.shape[2] == one.lse.view.shape[2] == 10
-    for tensor in (one.q, one.out, one.lse):
+    prepared = ready(packed=10)
+    assert prepared.q.view.shape[2] == prepared.out.view.shape[2] == prepared.lse.view.shape[2] == 10
+    for tensor in (prepared.q, prepared.out, prepared.lse):
         assert tensor.given.shape[2] == 10 + ROWS_AFTER
         assert tensor.given.stride() == tensor.view.stride()
         assert (tensor.given[:, :, 10:].view(tensor.bits.dtype) == tensor.poison).all()
-    assert one.lse.given.is_contiguous()
-    assert int(stray_writes(one.out)) == 0
-    one.out.given[0, 0, 10, 0] = 1.0
-    assert int(stray_writes(one.out)) == 1
+    assert prepared.lse.given.is_contiguous()
+    assert int(stray_writes(prepared.out)) == 0
+    prepared.out.given[0, 0, 10, 0] = 1.0
+    assert int(stray_writes(prepared.out)) == 1
 
 
 def test_missing_rows_accept_any_finite_value() -> None:

@@ -16,11 +16,11 @@ REFUSED = "random q=1 kv=2 heads=1x1: row errors 9 of 1 allowed"
 
 
 def a_run(**changes: Any) -> Run:
-    found = tuple(
+    outcomes = tuple(
         results.found_of(mutant, fate, REFUSED, 1.5)
         for mutant, fate in zip(MUTANTS, (Fate.REFUSED, Fate.HUNG, Fate.SURVIVED), strict=False)
     )
-    run = Run("NVIDIA H200", "2.11", "3.6", "full", 7, 90.0, (Control("a", True, worst_ratio=0.7),), found)
+    run = Run("NVIDIA H200", "2.11", "3.6", "full", 7, 90.0, (Control("a", True, worst_ratio=0.7),), outcomes)
     return msgspec.structs.replace(run, **changes)
 
 

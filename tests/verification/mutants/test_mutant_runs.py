@@ -106,7 +106,9 @@ def digest(mutant: Mutant) -> str:
 
 
 def of_kind(**kind: bool) -> Iterator[Mutant]:
-    return (one for one in MUTANTS if all(getattr(one, name) == value for name, value in kind.items()))
+    return (
+        mutant for mutant in MUTANTS if all(getattr(mutant, name) == value for name, value in kind.items())
+    )
 
 
 def test_outcomes(install: Callable[[Gpu], None], plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,8 +129,8 @@ def test_outcomes(install: Callable[[Gpu], None], plan: Plan, monkeypatch: pytes
     )
     mutants = (refused, equal, other, dying, hanging, racy)
     told: list[Found] = []
-    controls, found = runner.run_mutants(mutants, plan, told.append)
-    assert [one.fate for one in found] == [
+    controls, results = runner.run_mutants(mutants, plan, told.append)
+    assert [result.fate for result in results] == [
         Fate.REFUSED,
         Fate.EQUIVALENT,
         Fate.SURVIVED,
@@ -136,8 +138,8 @@ def test_outcomes(install: Callable[[Gpu], None], plan: Plan, monkeypatch: pytes
         Fate.HUNG,
         Fate.REFUSED,
     ]
-    assert sorted(told, key=str) == sorted(found, key=str)
-    assert found[0].caught_by == WRONG.failed
+    assert sorted(told, key=str) == sorted(results, key=str)
+    assert results[0].caught_by == WRONG.failed
     assert all(control.passed and control.checks == 70 for control in controls)
     assert len(controls) == len({mutant.subject for mutant in mutants})
     # Another mutant may have caused a hang, so it is tried again alone. Races are looked for until they show.
@@ -148,13 +150,13 @@ def test_outcomes(install: Callable[[Gpu], None], plan: Plan, monkeypatch: pytes
 def test_uncompilable_mutants_and_those_after_the_deadline_are_not_run(
     install: Callable[[Gpu], None], plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, second = (next(one) for one in (of_kind(racy=False, hangs=False), of_kind(hangs=True)))
+    first, second = (next(mutants) for mutants in (of_kind(racy=False, hangs=False), of_kind(hangs=True)))
     install(Gpu({}))
     monkeypatch.setattr(
         jobs, "compile_fitting", lambda kernel, target: "no" if kernel.digest == digest(first) else ""
     )
-    _, found = runner.run_mutants((first, second), plan._replace(deadline=0.0), lambda one: None)
-    assert [one.fate for one in found] == [Fate.NOT_COMPILED, Fate.NOT_RUN]
+    _, results = runner.run_mutants((first, second), plan._replace(deadline=0.0), lambda result: None)
+    assert [result.fate for result in results] == [Fate.NOT_COMPILED, Fate.NOT_RUN]
 
 
 @pytest.mark.parametrize(
@@ -170,8 +172,8 @@ def test_mutants_detected_only_with_delays_are_separate(
 ) -> None:
     late, equal = (next(of_kind(racy=racy, hangs=False)) for racy in (True, False))
     install(Gpu({}, {digest(late): end}))
-    _, found = runner.run_mutants((late, equal), plan, lambda one: None)
-    assert [one.fate for one in found] == [fate, Fate.EQUIVALENT]
+    _, results = runner.run_mutants((late, equal), plan, lambda result: None)
+    assert [result.fate for result in results] == [fate, Fate.EQUIVALENT]
 
 
 def test_survivors_are_reported_despite_delays(
@@ -180,8 +182,8 @@ def test_survivors_are_reported_despite_delays(
     mutant = next(of_kind(racy=True))
     install(Gpu({}, {digest(mutant): refuse}))
     monkeypatch.setattr(jobs, "differ", lambda *arguments: "random")
-    _, (found,) = runner.run_mutants((mutant,), plan, lambda one: None)
-    assert found.fate is Fate.SURVIVED
+    _, (survivor,) = runner.run_mutants((mutant,), plan, lambda result: None)
+    assert survivor.fate is Fate.SURVIVED
 
 
 @pytest.mark.parametrize("end", [refuse, hang, die, run_out])
@@ -203,8 +205,10 @@ def test_correct_kernel_refused_only_with_delays_is_refused_wrongly(
 def test_failing_check_detects_no_mutant(install: Callable[[Gpu], None], plan: Plan) -> None:
     mutants = tuple(next(of_kind(racy=racy, hangs=False)) for racy in (False, True))
     install(Gpu({digest(mutant): run_out for mutant in mutants}))
-    _, found = runner.run_mutants(mutants, plan, lambda one: None)
-    assert [(one.fate, one.caught_by) for one in found] == [(Fate.NOT_RUN, "MemoryError: out of memory")] * 2
+    _, results = runner.run_mutants(mutants, plan, lambda result: None)
+    assert [(result.fate, result.caught_by) for result in results] == [
+        (Fate.NOT_RUN, "MemoryError: out of memory")
+    ] * 2
 
 
 @pytest.mark.slow
@@ -217,7 +221,7 @@ def test_refused_correct_kernels_are_checked_again(
     with_features = {subject.family for subject in subjects if subject.problem.features}
     assert {"forward_hopper", "backward_fused"} <= with_features
     wrong, tight = subjects[2], subjects[5]
-    install(Gpu({rendered(one).digest: refuse for one in (wrong, tight)}))
+    install(Gpu({rendered(subject).digest: refuse for subject in (wrong, tight)}))
     monkeypatch.setattr(jobs, "confirm", lambda subject, seed: subject == tight)
     controls = right.verify_right(subjects, plan, lambda control: None)
     assert [control.passed for control in controls] == [subject not in {wrong, tight} for subject in subjects]

@@ -14,8 +14,9 @@ from flashtune.core.errors import FlashtuneError, StoreError, UsageError, Verifi
 from flashtune.core.record import Outcome, Record
 from flashtune.tuner.cli.command import Group
 from flashtune.tuner.cli.options import (
-    complete_families,
     database_option,
+    family_option,
+    file_option,
     json_option,
     optional_problem_options,
     target_filter_option,
@@ -129,7 +130,7 @@ class Forgotten(msgspec.Struct, frozen=True):
     type=click.Choice([outcome.value for outcome in Outcome]),
     help="Only records with this outcome. Repeatable.",
 )
-@click.option("--family", metavar="NAME", shell_complete=complete_families, help="Only this kernel family.")
+@family_option(help="Only this kernel family.")
 @click.option("--older-than", metavar="AGE", help="Only records stored longer ago: 90m, 12h, 30d, 8w.")
 @click.option("--newer-than", metavar="AGE", help="Only records stored more recently.")
 @click.option("--yes", is_flag=True, help="Delete without confirmation.")
@@ -240,11 +241,10 @@ def moment(age: str, now: datetime | None = None) -> str:
     metavar="PERCENT",
     help="Largest loss of speed that passes, relative to the peers in the same run.",
 )
-@click.option(
-    "--retime",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="Time both kernels of each loss on this GPU, and write a table of the faster ones to FILE.",
+@file_option(
+    "retime",
+    "Time both kernels of each loss on this GPU, and write a table of the faster ones to FILE.",
+    "retime",
 )
 @json_option
 def compare_tables(old: Path, new: Path, limit: float, retime: Path | None, as_json: bool) -> None:

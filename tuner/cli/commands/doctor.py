@@ -11,12 +11,7 @@ import click
 from flashtune.core.errors import printable
 from flashtune.core.machine import TARGET_VARIABLE
 from flashtune.tuner.cli.command import flashtune_command
-from flashtune.tuner.cli.options import (
-    complete_targets,
-    database_option,
-    json_option,
-    quiet_options,
-)
+from flashtune.tuner.cli.options import database_option, json_option, quiet_options, target_option
 from flashtune.tuner.cli.output import folded, print_json, shows_progress
 
 if TYPE_CHECKING:
@@ -30,12 +25,8 @@ COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
     "flashtune doctor",
     "flashtune doctor --target h100",
 )
-@click.option(
-    "--target",
-    "target_name",
-    metavar="GPU",
+@target_option(
     envvar=TARGET_VARIABLE,
-    shell_complete=complete_targets,
     help="Check the compiler and the shipped table for this GPU instead of this machine's.",
 )
 @quiet_options

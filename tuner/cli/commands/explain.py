@@ -12,6 +12,7 @@ from flashtune.tuner.cli.command import flashtune_command
 from flashtune.tuner.cli.options import (
     WholeModels,
     database_option,
+    file_option,
     json_option,
     kernel_options,
     shape_or_model_options,
@@ -41,13 +42,7 @@ if TYPE_CHECKING:
     show_default=True,
     help="Number of other candidates to list.",
 )
-@click.option(
-    "--plot",
-    "plot_file",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="With --phase: also draw the figures to FILE, as a web page. Needs plotly.",
-)
+@file_option("plot", "With --phase: also draw the figures to FILE, as a web page. Needs plotly.")
 @database_option
 @json_option
 def command(

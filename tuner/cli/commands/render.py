@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     "render",
     'flashtune render --target h100 --shape "heads=32,seqlen=4096,head_dim=128" --out kernel.py',
 )
-@problem_options
+@problem_options()
 @target_options
 @kernel_options
 @click.option(

@@ -12,10 +12,11 @@ import click
 from flashtune.core.errors import KernelError, UsageError
 from flashtune.tuner.cli.command import flashtune_command
 from flashtune.tuner.cli.options import (
-    complete_families,
     database_option,
+    family_option,
+    file_option,
     json_option,
-    problem_options_or,
+    problem_options,
     quiet_options,
     target_options,
 )
@@ -49,14 +50,12 @@ DEFAULT_TOP = 20
     "flashtune search --target h100 --model llama-3.1-8b --seconds 30",
     "flashtune search --from calls.jsonl --top 10",
 )
-@problem_options_or(recorded_file="--from")
-@click.option(
-    "--from",
-    "recorded_file",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="Search the shapes of a program, from a file that flashtune.record_calls or FLASHTUNE_RECORD wrote. "
+@problem_options(recorded_file="--from")
+@file_option(
+    "from",
+    "Search the shapes of a program, from a file that flashtune.record_calls or FLASHTUNE_RECORD wrote. "
     "Shapes with the largest total time come first.",
+    "recorded_file",
 )
 @click.option(
     "--top",
@@ -77,14 +76,7 @@ DEFAULT_TOP = 20
     metavar="S",
     help="Stop proposing after S seconds per shape. The final measurement takes a few more.",
 )
-@click.option(
-    "--family",
-    "families",
-    multiple=True,
-    metavar="NAME",
-    shell_complete=complete_families,
-    help="Search only this kernel family. Repeatable.",
-)
+@family_option("families", multiple=True, help="Search only this kernel family. Repeatable.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the sampler.")
 @click.option(
     "--jobs",

@@ -9,8 +9,17 @@ import click
 
 from flashtune.core.errors import KernelError
 from flashtune.tuner.cli.command import flashtune_command
-from flashtune.tuner.cli.options import complete_families, complete_targets, json_option, quiet_options
-from flashtune.tuner.cli.output import console, note, print_json, print_table, progress_bars, say, table
+from flashtune.tuner.cli.options import family_option, json_option, quiet_options, target_option
+from flashtune.tuner.cli.output import (
+    console,
+    grid,
+    note,
+    print_json,
+    print_table,
+    progress_bars,
+    say,
+    table,
+)
 
 if TYPE_CHECKING:
     from flashtune.core.target import Target
@@ -38,22 +47,12 @@ COUNTS = {
     "sram-audit",
     "flashtune sram-audit --target h100 --points 100",
 )
-@click.option(
-    "--target",
+@target_option(
     "target_names",
     multiple=True,
-    metavar="GPU",
-    shell_complete=complete_targets,
     help="GPU to compile for, such as h100, or `all`: one of each architecture. Default: all. Repeatable.",
 )
-@click.option(
-    "--family",
-    "chosen",
-    multiple=True,
-    metavar="NAME",
-    shell_complete=complete_families,
-    help="Audit only this kernel family. Repeatable.",
-)
+@family_option("chosen", multiple=True, help="Audit only this kernel family. Repeatable.")
 @click.option(
     "--points",
     type=click.IntRange(min=2),
@@ -129,15 +128,8 @@ def markdown_parts(audit: Audit) -> tuple[str, ...]:
 
 
 def _print(audit: Audit) -> None:
-    from rich.table import Table
-
     for heads, rows in _tables(audit):
-        shown = Table()
-        for head in heads:
-            shown.add_column(head, justify="left" if head in NAMES else "right")
-        for cells in rows:
-            shown.add_row(*cells)
-        print_table(console(), shown)
+        print_table(console(), grid(heads, rows, [head for head in heads if head not in NAMES], framed=True))
     say(_summary(audit))
 
 

@@ -11,7 +11,13 @@ import click
 
 from flashtune.core.errors import UsageError, VerificationError, printable
 from flashtune.tuner.cli.command import flashtune_command
-from flashtune.tuner.cli.options import database_option, json_option, quiet_options, target_filter_option
+from flashtune.tuner.cli.options import (
+    database_option,
+    file_option,
+    json_option,
+    quiet_options,
+    target_filter_option,
+)
 from flashtune.tuner.cli.output import is_set, note, print_json, progress_bars, say, write_result
 
 if TYPE_CHECKING:
@@ -52,13 +58,7 @@ MAX_SHOWN = 20
     is_flag=True,
     help="Pass kernels without a receipt, or that render differently since, if they compile and fit.",
 )
-@click.option(
-    "--write",
-    "written",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="Write the table with the verdicts of the GPU here as receipts.",
-)
+@file_option("write", "Write the table with the verdicts of the GPU here as receipts.", "written")
 @click.option(
     "--time",
     "timed",

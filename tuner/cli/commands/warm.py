@@ -14,8 +14,9 @@ from flashtune.core.machine import DATABASE_VARIABLE
 from flashtune.tuner.cli.command import flashtune_command
 from flashtune.tuner.cli.options import (
     database_option,
+    file_option,
     json_option,
-    problem_options_or,
+    problem_options,
     quiet_options,
     target_options,
 )
@@ -38,13 +39,11 @@ MAX_SHOWN = 3
     "flashtune warm --table h200.json",
     "flashtune warm --target h100 --model llama-3.1-8b --phase training",
 )
-@problem_options_or(recorded_file="--from", table_files="--table")
-@click.option(
-    "--from",
+@problem_options(recorded_file="--from", table_files="--table")
+@file_option(
+    "from",
+    "Warm the calls of a program, from a file that flashtune.record_calls or FLASHTUNE_RECORD wrote.",
     "recorded_file",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="Warm the calls of a program, from a file that flashtune.record_calls or FLASHTUNE_RECORD wrote.",
 )
 @click.option(
     "--table",

@@ -54,7 +54,7 @@ def wide_selections_table(rows: Sequence[Listed]) -> Table:
             _config(record),
             _number(record.ms, 4),
             _number(row.tflops, 1),
-            _ratio(row.best_sdpa_ms, record.ms),
+            f"{row.best_sdpa_ms / record.ms:.2f}x" if row.best_sdpa_ms and record.ms else "",
             record.provenance.value,
             row.standing.value,
         )
@@ -104,10 +104,6 @@ def _config(record: Record) -> str:
 
 def _number(value: float | None, digits: int) -> str:
     return "" if value is None else f"{value:.{digits}f}"
-
-
-def _ratio(theirs: float | None, ours: float | None) -> str:
-    return f"{theirs / ours:.2f}x" if theirs and ours else ""
 
 
 def _table(left: tuple[str, ...], right: tuple[str, ...], last: tuple[str, ...]) -> Table:

@@ -10,7 +10,6 @@ import pytest
 from click.testing import Result
 
 from flashtune.core.record import Measurement, Record, Verdict
-from flashtune.core.session import SESSION
 from flashtune.db import table as module
 from flashtune.db.codec import Check
 from flashtune.db.table import Timing, TunedTable, load_table
@@ -24,6 +23,7 @@ from flashtune.tuner.tables.table_receipts import sibling, without_strays
 from flashtune.tuner.workloads.shapes import parse_shape
 from flashtune.verification.probes import EVERY_LEVEL
 from tests.support.records import write_table
+from tests.support.runtime import forget_all
 from tests.tuner.cli.conftest import SHAPE
 
 Run = Callable[..., Result]
@@ -128,9 +128,9 @@ def shipped(monkeypatch: pytest.MonkeyPatch, record: Record) -> Iterator[TunedTa
     table = TunedTable(target=record.target, records=(other,), receipts=(check,), times=(time,))
     for importer in (module, lookup):
         monkeypatch.setattr(importer, "shipped_table", lambda name: table if name == table.target else None)
-    SESSION.reset()
+    forget_all()
     yield table
-    SESSION.reset()
+    forget_all()
 
 
 def test_shipped_receipt_without_a_time_verifies_a_record(

@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 from flashtune.tuner.candidates import Candidate, SearchTask
-from flashtune.tuner.search.surrogate import CandidateGrid, GpParams, Surrogate
+from flashtune.tuner.search.surrogate import CandidateGrid, Surrogate
 from tests.tuner.search.fakes import FAMILY, a_config, a_space, by_tile
 
 
@@ -24,9 +24,6 @@ def test_steps_count_the_axes_that_differ(pool: CandidateGrid) -> None:
     assert apart[pool.places[candidate]] == 0
     assert apart[pool.places[Candidate(FAMILY, a_config(block_m=128))]] == 1
     assert apart[pool.places[Candidate(FAMILY, a_config(block_m=128, num_warps=8))]] == 2
-    assert pool.axes == tuple(
-        f"{FAMILY}.{name}" for name in ("block_m", "block_n", "num_warps", "loads", "overlap_qk")
-    )
 
 
 def test_neighbours_on_a_long_axis_are_nearer_than_its_ends(scope: SearchTask) -> None:
@@ -51,7 +48,7 @@ def test_outside_candidate_maps_to_the_nearest_free_one(pool: CandidateGrid) -> 
 
 
 def test_expected_improvement_is_largest_near_fast_candidates(pool: CandidateGrid) -> None:
-    landscape = Surrogate(pool, [1.0] * len(pool.candidates), GpParams())
+    landscape = Surrogate(pool, [1.0] * len(pool.candidates))
     measured: dict[int, float | None] = {
         index: ms_of(candidate) for index, candidate in enumerate(pool.candidates) if index % 3 == 0
     }
@@ -65,14 +62,14 @@ def test_expected_improvement_is_largest_near_fast_candidates(pool: CandidateGri
 
 def test_measurements_override_predictions(pool: CandidateGrid) -> None:
     predicted = [ms_of(candidate) for candidate in pool.candidates]
-    landscape = Surrogate(pool, predicted, GpParams())
+    landscape = Surrogate(pool, predicted)
     slowest = int(np.argmax(predicted))
     expected = landscape.expected_improvements({slowest: 3 * predicted[slowest]}, ())
     assert int(expected.argmax()) == int(np.argmin(predicted))
 
 
 def test_expected_improvement_is_small_near_failures_and_open_trials(pool: CandidateGrid) -> None:
-    landscape = Surrogate(pool, [1.0] * len(pool.candidates), GpParams())
+    landscape = Surrogate(pool, [1.0] * len(pool.candidates))
     good, bad = 0, len(pool.candidates) - 1
     without = landscape.expected_improvements({good: 1.0}, ())
     assert landscape.expected_improvements({good: 1.0, bad: None}, ())[bad - 1] < without[bad - 1]

@@ -261,9 +261,7 @@ def test_pool_ends_quickly_with_hanging_workers(scope: SearchTask, monkeypatch: 
 
 
 STUCK = f"""
-import signal, tempfile, time
-# Tests may run under nohup, and a signal that is ignored stays ignored.
-signal.signal(signal.SIGHUP, signal.SIG_DFL)
+import tempfile, time
 from flashtune.tuner.cli import ended_by_signals
 from flashtune.tuner.execution.processes import start_pool, stop_pool
 with ended_by_signals():

@@ -1,4 +1,4 @@
-"""Restamps the records of a table or a database, with receipts and times of their kernels."""
+"""Restamps the records of a table, with receipts and times of their kernels."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -11,7 +11,6 @@ from flashtune.core.canonical_source import canonical_source
 from flashtune.core.kernel import Kernel
 from flashtune.core.record import Record, Versions
 from flashtune.db.codec import Check
-from flashtune.db.store import open_store
 from flashtune.db.table import TunedTable, dump_table, load_table
 from flashtune.dispatch.versions import current_versions
 from flashtune.templates.registry import families, find_family, template_hash
@@ -174,23 +173,3 @@ def _moved(kernel: str, versions: Versions, after: Record | None) -> Versions | 
     if after is None or (kernel != after.kernel and versions.compilers != after.versions.compilers):
         return None
     return msgspec.structs.replace(versions, template=after.versions.template)
-
-
-def restamp_database(
-    db: str | None, folders: Iterable[Path] = (), progress: Progress = quiet
-) -> tuple[Restamped, ...]:
-    """Restamps the records of a database. Selections then refer to the restamped ones.
-
-    Raises:
-        StoreError: The database cannot be read or written.
-    """
-    with open_store(db) as store:
-        stored = store.records()
-        done = restamp((entry.record for entry in stored), folders, progress)
-        carried = {
-            entry.id: restamped.record
-            for entry, restamped in zip(stored, done, strict=True)
-            if restamped.fate is Fate.CARRIED
-        }
-        store.replace_records(carried)
-    return done

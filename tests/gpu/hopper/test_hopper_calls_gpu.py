@@ -1,4 +1,4 @@
-"""Tests of memory layouts on a Hopper GPU: families and results."""
+"""Tests of calls on a Hopper GPU: families and results by memory layout, streams and many addresses."""
 
 from collections.abc import Callable
 
@@ -8,6 +8,7 @@ from torch import Tensor
 
 import flashtune
 from flashtune.core.errors import ProblemError
+from flashtune.launch.tma_descriptors import MAX_ADDRESSES
 from flashtune.request.quantization import quantize
 from tests.gpu.hopper.hopper_calls import (
     BATCH,
@@ -151,3 +152,30 @@ def test_quantised_tensors_may_be_expanded_but_must_be_aligned() -> None:
     half = torch.empty(*k8.shape[:3], 136, dtype=k8.dtype, device="cuda")[..., :128].copy_(k8)
     with pytest.raises(ProblemError, match="cannot address"):
         scaled(half, v8, 1)
+
+
+def test_alternating_streams() -> None:
+    inputs = [tensors(seed=seed) for seed in range(2)]
+    expected = [attention(*each) for each in inputs]
+    streams = [torch.cuda.Stream() for _ in inputs]
+    torch.cuda.synchronize()
+    outs: list[list[Tensor]] = [[], []]
+    for _ in range(50):
+        for stream, each, kept in zip(streams, inputs, outs, strict=True):
+            with torch.cuda.stream(stream):
+                kept.append(attention(*each))
+    torch.cuda.synchronize()
+    for kept, right in zip(outs, expected, strict=True):
+        assert all(torch.equal(out, right) for out in kept)
+
+
+def test_more_addresses_than_the_descriptor_cache_holds() -> None:
+    q, k, v = tensors(64, length=64)
+    expected = attention(q, k, v)
+    room = torch.empty(MAX_ADDRESSES + 40, *q.shape, dtype=q.dtype, device="cuda").copy_(q)
+    outs = [attention(each, k, v) for each in room]
+    assert all(torch.equal(out, expected) for out in outs)
+    assert torch.equal(attention(q, k, v), expected)
+
+
+# ---- huge tensors ----------------------------------------------------------------------------------

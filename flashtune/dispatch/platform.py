@@ -1,0 +1,38 @@
+"""The facts about this machine on which the choice of kernels depends."""
+
+import torch
+
+from flashtune.core.target import Target, device_target
+from flashtune.dispatch.masked_sdpa import MaskTrials, chosen_backend
+from flashtune.dispatch.tables import Tables, tuned_records
+
+
+class Platform:
+    """The GPUs, their tuned records, and the backend that SDPA selects. Tests pass others."""
+
+    sdpa_backend = staticmethod(chosen_backend)
+
+    def __init__(self) -> None:
+        self.mask_trials = MaskTrials(self.sdpa_backend)
+
+    def target(self, device: torch.device) -> Target:
+        """Returns the GPU of a device, which is the current one without an index."""
+        return device_target(torch.cuda.current_device() if device.index is None else device.index)
+
+    def records(self, target: Target) -> Tables:
+        """Returns the tuned records of a GPU."""
+        return tuned_records(target.name)
+
+    def has_kernels(self, device: torch.device) -> bool:
+        """Whether kernels run on a device. Meta tensors have no values, so that nothing runs."""
+        return device.type in ("cuda", "meta")
+
+    def is_capturing(self, device: torch.device) -> bool:
+        """Whether a CUDA graph is being captured on a device."""
+        if device.type != "cuda":
+            return False
+        with torch.cuda.device(device):
+            return torch.cuda.is_current_stream_capturing()
+
+
+PLATFORM = Platform()

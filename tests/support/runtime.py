@@ -1,0 +1,38 @@
+"""The session of this process as tests need it: without caches, or with another machine."""
+
+import contextlib
+from collections.abc import Iterator
+
+from flashtune.core import files, notices
+from flashtune.dispatch.masked_sdpa import MaskTrials
+from flashtune.dispatch.platform import Platform
+from flashtune.dispatch.tables import tuned_records
+from flashtune.launch.compiler_process import CompilerProcess
+from flashtune.runtime.kernel_loader import KernelLoader
+from flashtune.runtime.self_check import SelfChecks
+from flashtune.runtime.session import SESSION
+
+
+def forget_all() -> None:
+    """Clears all caches, as in a new process. Loaded kernels stay."""
+    SESSION.forget()
+    SESSION.loader.checks = SelfChecks()
+    SESSION.loader.rendered.clear()
+    SESSION.platform.mask_trials = MaskTrials(SESSION.platform.sdpa_backend)
+    tuned_records.cache_clear()
+    notices._seen_messages.clear()
+    files._lock_faults.clear()
+
+
+@contextlib.contextmanager
+def using(platform: Platform, loader: KernelLoader, compiler: CompilerProcess) -> Iterator[None]:
+    """Prepares calls with other parts in the context, and forgets these calls."""
+    before = SESSION.platform, SESSION.loader, SESSION.compiler
+    SESSION.forget()
+    SESSION.platform, SESSION.loader, SESSION.compiler = platform, loader, compiler
+    try:
+        yield
+    finally:
+        SESSION.wait()
+        SESSION.forget()
+        SESSION.platform, SESSION.loader, SESSION.compiler = before
