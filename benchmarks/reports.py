@@ -1,36 +1,23 @@
-"""Compressed reports that long scripts save, and from which they continue after an interruption."""
+"""Reports that long scripts save, and from which they continue after an interruption."""
 
 import gzip
-import zlib
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 
 from flashtune.core.config import Config
-from flashtune.core.errors import TableError
-from flashtune.db.codec import brief
-
-MAX_FILE_BYTES = 64 * 2**20
-
-Report = TypeVar("Report", bound=msgspec.Struct)
 
 
 def write_report(report: msgspec.Struct, path: Path) -> None:
-    """Replaces a file by a report at once. Equal reports give equal bytes."""
+    """Replaces a file by a report at once. Equal reports give equal bytes.
+
+    `benchmarks.saved.decoded` reads it.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f"{path.name}.new")
-    draft.write_bytes(gzip.compress(msgspec.json.encode(report), mtime=0))
+    data = msgspec.json.encode(report)
+    draft.write_bytes(gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
     draft.replace(path)
-
-
-def read_report(path: Path, kind: type[Report]) -> Report:
-    """The report of a file."""
-    try:
-        with gzip.open(path) as file:
-            return msgspec.json.decode(file.read(MAX_FILE_BYTES), type=kind)
-    except (OSError, EOFError, zlib.error, msgspec.DecodeError) as error:
-        raise TableError(f"{path} is no {kind.__name__} ({brief(error)}): make it anew") from error
 
 
 def names(label: str, config: Config) -> bool:

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING
 import msgspec
 from sqlalchemy import Connection, Table, select
 
-from flashtune.core.errors import TableError
-from flashtune.db.codec import decode_check, raw_bytes
 from flashtune.db.eligibility import by_problem, is_better_selection, why_not_selectable
 from flashtune.db.engine import explained
 from flashtune.db.errors import UnreadableRecord
@@ -30,7 +28,7 @@ from flashtune.db.queries import (
     write_check,
 )
 from flashtune.db.schema import CHECKS, FALLBACKS, SELECTIONS
-from flashtune.db.stored_rows import StoredRecord, readable, stored_text
+from flashtune.db.stored_rows import StoredRecord, readable, readable_check, stored_text
 
 if TYPE_CHECKING:
     from flashtune.core.record import Record
@@ -166,11 +164,7 @@ def _merge_checks(theirs: Connection, ours: Connection, source_url: str) -> int:
     added = 0
     query = select(payload_of(CHECKS), CHECKS.c.created_at)
     for row in _from(source_url, lambda: fetched(theirs, query, CHECKS)):
-        try:
-            check = decode_check(raw_bytes(row.payload))
-        except TableError as error:
-            message = f"a self-check of {describe(source_url)} was skipped: {error}"
-            warnings.warn(message, UnreadableRecord, stacklevel=2)
-            continue
-        added += write_check(ours, check, stored_text(row.created_at), replace=False)
+        check = readable_check(row.payload, describe(source_url))
+        if check is not None:
+            added += write_check(ours, check, stored_text(row.created_at), replace=False)
     return added

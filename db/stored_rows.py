@@ -8,7 +8,7 @@ import msgspec
 
 from flashtune.core.errors import TableError
 from flashtune.core.record import Record
-from flashtune.db.codec import decode_stored
+from flashtune.db.codec import Check, decode_check, decode_stored, raw_bytes
 from flashtune.db.errors import UnreadableRecord
 
 
@@ -43,3 +43,13 @@ def readable(rows: Iterable[Any], where: str) -> Iterator[StoredRecord]:
         yield StoredRecord(row.id, stored_text(row.created_at), record)
     if skipped:
         warnings.warn(f"{skipped} rows of {where} were skipped: {reason}", UnreadableRecord, stacklevel=3)
+
+
+def readable_check(payload: str | None, where: str) -> Check | None:
+    """Returns the self-check of a row, or None with a warning if it cannot be read."""
+    try:
+        return decode_check(raw_bytes(payload))
+    except TableError as error:
+        message = f"a self-check of {where} was skipped: {error}"
+        warnings.warn(message, UnreadableRecord, stacklevel=3)
+        return None

@@ -18,11 +18,11 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.reports import read_report, write_report
+from benchmarks.reports import write_report
 from benchmarks.sanitizer.points import subjects
 from benchmarks.sanitizer.report import Listed, SanitizerReport, report_lines
 from benchmarks.sanitizer.runner import MEMCHECK, RACECHECK, TOOLS, Examination, examine, find_sanitizer
-from benchmarks.saved import RESULTS
+from benchmarks.saved import RESULTS, decoded
 from flashtune.core.errors import FlashtuneError, UsageError
 from flashtune.core.target import device_target
 from flashtune.templates.registry import find_family
@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--load", type=Path, metavar="FILE", help="print a saved report")
     options = parser.parse_args()
     try:
-        report = read_report(options.load, SanitizerReport) if options.load else _examine(options)
+        report = decoded(options.load, SanitizerReport) if options.load else _examine(options)
     except FlashtuneError as error:
         sys.exit(f"error: {error}")
     print(*report_lines(report), sep="\n")
@@ -80,7 +80,7 @@ def _examine(options: argparse.Namespace) -> SanitizerReport:
     report = SanitizerReport(target.name, match[0] if match else "unknown", triton.__version__)
     path = options.out or RESULTS / f"{target.name}-sanitizer.json.gz"
     if path.exists():
-        earlier = read_report(path, SanitizerReport)
+        earlier = decoded(path, SanitizerReport)
         if msgspec.structs.replace(earlier, findings=(), listed=()) != report:
             raise UsageError(f"{path} is of another GPU, sanitizer or Triton: choose another file with --out")
         report = earlier

@@ -28,7 +28,8 @@ from benchmarks.dispatch_regret.analysis import (
     figures,
     regret,
 )
-from benchmarks.reports import read_report, write_report
+from benchmarks.reports import write_report
+from benchmarks.saved import decoded
 from flashtune.core.errors import FlashtuneError, UsageError
 from flashtune.core.problem import Causal
 from flashtune.core.record import Record
@@ -50,7 +51,7 @@ def main() -> None:
     options = _options()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        report = read_report(options.load, RegretReport) if options.load else _measured(options)
+        report = decoded(options.load, RegretReport) if options.load else _measured(options)
         text = "\n".join(_lines(report, _records(find_target(report.target))))
     except FlashtuneError as error:
         sys.exit(f"error: {error}")
@@ -62,7 +63,7 @@ def main() -> None:
 def texts(folder: Path) -> dict[str, str]:
     """The text of each place in the page, by name, of the runs that a folder keeps."""
     paths = {seed: folder / f"nvidia-h200-regret-{seed}.json.gz" for seed in JUDGED_SEEDS}
-    kept = {seed: read_report(path, RegretReport) for seed, path in paths.items()}
+    kept = {seed: decoded(path, RegretReport) for seed, path in paths.items()}
     records = _records(find_target(kept[HELD_OUT].target))
     return {
         "regret": "\n".join(_lines(kept[HELD_OUT], records)),
@@ -102,7 +103,7 @@ def _measured(options: argparse.Namespace) -> RegretReport:
     records = _records(target)
     path = options.out or RESULTS / f"{target.name}-regret.json.gz"
     empty = RegretReport(target.name, options.seed, current_versions(FAMILY), ())
-    report = read_report(path, RegretReport) if path.exists() else empty
+    report = decoded(path, RegretReport) if path.exists() else empty
     if (report.target, report.seed) != (empty.target, empty.seed):
         raise UsageError(f"{path} is of another GPU or seed: name another file by --out")
     problems = draw_problems(options.shapes, options.seed, (record.problem for record in records))

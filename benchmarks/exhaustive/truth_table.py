@@ -1,7 +1,7 @@
 """Tabular benchmarks: results of every config of a space on one GPU, for searches without one.
 
 A table holds one family's configs for one problem: the whole space, or a uniform sample. It is a file of
-compressed JSON, decoded as strictly as a shipped table.
+compressed JSON.
 """
 
 import enum
@@ -22,8 +22,6 @@ from flashtune.templates.registry import family_names, find_family
 from flashtune.tuner.candidates import Candidate, SearchTask, demand
 
 SUFFIX = ".json.xz"
-# A table has some hundred kilobytes of JSON. Larger data is rejected.
-MAX_BYTES = 64 * 2**20
 # Digits of stored times, in milliseconds: a tenth of the resolution of the GPU's timer.
 DIGITS = 5
 
@@ -162,21 +160,11 @@ def write_table(table: TruthTable, path: Path) -> None:
 def read_table(path: Path) -> TruthTable:
     """Returns the table of a file."""
     try:
-        unpacker = lzma.LZMADecompressor()
-        raw = unpacker.decompress(path.read_bytes(), MAX_BYTES)
-        if not unpacker.eof:
-            raise TableError(f"{path.name} is no truth table: it is cut off, or unpacks to too much")
-        table = msgspec.json.decode(raw, type=TruthTable)
-    except OSError as error:
-        raise TableError(f"cannot read the truth table {path}: {error.strerror}") from error
-    except (lzma.LZMAError, msgspec.DecodeError, RecursionError) as error:
-        raise TableError(
-            f"{path.name} is no truth table: {error}; make it anew with benchmarks/exhaustive/truth.py"
-        ) from error
+        table = msgspec.json.decode(lzma.decompress(path.read_bytes()), type=TruthTable)
+    except (OSError, lzma.LZMAError, msgspec.DecodeError) as error:
+        raise TableError(f"{path} is no truth table: {error}") from error
     for row in table.rows:
         table.candidate(row)
-        if row.first and not (row.batch < len(table.anchors) and table.anchors[row.batch] > 0):
-            raise TableError(f"{path.name} is no truth table: nothing was timed in batch {row.batch}")
     return table
 
 

@@ -4,7 +4,6 @@
     python -m benchmarks.kernels.fastest --only bias   # those with a text in their keys
     python -m benchmarks.kernels.fastest --limit 20    # the first 20, calls with a bias or a mask first
     python -m benchmarks.kernels.fastest --untuned 24  # with 24 random shapes outside of the table
-    python -m benchmarks.kernels.fastest --load FILE   # prints what was measured; needs no GPU
 
 Tuned are the shapes of the shipped table and of the user's database (`FLASHTUNE_DB`). `flashtune search
 --shapes-file benchmarks/kernels/masked_shapes.txt` tunes calls with a bias or a mask.
@@ -48,7 +47,6 @@ AGAIN = 3
 ROUNDS = 15
 # A backend that one launch shows to be so much slower than the fastest one is timed no more closely.
 HOPELESS = 1.5
-WORST = 15
 # Features of the problems that are timed: SDPA computes them by a mask.
 BY_MASK = frozenset({Feature.BIAS, Feature.WINDOW, Feature.CHUNK})
 # A mask of its own for each head, sequence and row.
@@ -98,13 +96,12 @@ class Case(msgspec.Struct, frozen=True):
 
 
 def main() -> None:
-    """Measures or loads, prints, writes, and exits with 1 where a tuned shape is slower than SDPA."""
-    options = _options()
+    """Measures, prints, writes, and exits with 1 where a tuned shape is slower than SDPA."""
     try:
-        report = load(options.load, Report).rows if options.load else _measured(options)
+        report = _measured(_options())
     except FlashtuneError as error:
         sys.exit(f"error: {error}")
-    print("\n".join(lines(report)))
+    print(*summary(report), "", *map(line, faults(report)), sep="\n")
     sys.exit(1 if faults(report) else 0)
 
 
@@ -117,7 +114,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=440.0, help="limit of the run, compiling included")
     parser.add_argument("--device", type=int, default=0, help="index of the GPU")
     parser.add_argument("--out", type=Path, help="where to write; a name in benchmarks/results if left out")
-    parser.add_argument("--load", type=Path, metavar="FILE", help="print what was measured before")
     return parser.parse_args()
 
 
@@ -166,7 +162,7 @@ def _measured(options: argparse.Namespace) -> Report:
     from flashtune.tuner.bench.peer_runs import cudnn_version
 
     if not torch.cuda.is_available():
-        raise UsageError("fastest.py measures GPU time, and no GPU is visible here: pass --load FILE")
+        raise UsageError("fastest.py measures GPU time, and no GPU is visible here: run it on one")
     started = time.monotonic()
     target = device_target(options.device)
     records = _records(target)
@@ -335,22 +331,6 @@ def faults(report: Report) -> list[Row]:
     return slow
 
 
-def lines(report: Report) -> Iterator[str]:
-    """The summary in Markdown, then the worst shapes."""
-    yield from summary(report)
-    yield ""
-    timed = sorted((row for row in report.rows if not row.failed), key=lambda row: row.ratio)
-    yield from table(
-        ("shape", "mask", "served by", "flashtune, ms", "fastest backend", "ms", "over SDPA", "timed again"),
-        (_cells(row) for row in timed[:WORST]),
-    )
-    for row in report.rows:
-        if row.failed:
-            yield f"{row.problem} ({row.group}, {row.mask}): {row.failed}"
-    if report.not_reached:
-        yield f"{report.not_reached} shapes were not reached in {report.seconds:.0f} s"
-
-
 def summary(report: Report) -> Iterator[str]:
     """The table in Markdown that has a row for each group."""
     groups = dict.fromkeys(row.group for row in report.rows)
@@ -371,21 +351,6 @@ def _group(name: str, rows: Sequence[Row]) -> tuple[str, ...]:
         f"{min(ratios, default=math.nan):.3f}",
         str(sum(ratio < LEAST for ratio in ratios)),
         str(sum(bool(row.failed) for row in rows)),
-    )
-
-
-def _cells(row: Row) -> tuple[str, ...]:
-    fastest = min(row.peers, key=lambda name: row.peers[name])
-    again = " ".join(f"{ratio:.3f}" for ratio in row.again)
-    return (
-        row.problem,
-        row.mask,
-        row.server,
-        f"{row.ms:.4f}",
-        fastest,
-        f"{row.peers[fastest]:.4f}",
-        f"{row.ratio:.3f}",
-        again,
     )
 
 

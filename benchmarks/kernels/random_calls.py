@@ -51,7 +51,6 @@ MASKS = ("none", "none", "none", "causal", "causal", "padding", "boolean", "bias
 VIEWS = ("dense", "dense", "rows first", "fused", "gated", "shifted")
 GRADIENTS = (False, False, False, True)
 MAX_BYTES = 2**31
-MAX_PAIRS = 2**27
 MAX_FLOPS = {"bf16": 1e12, "fp16": 1e12, "fp32": 1e11}
 # Largest difference from SDPA, relative to the largest output or gradient.
 TOLERANCES = {"bf16": 2.0**-5, "fp16": 2.0**-8, "fp32": 2.0**-8}

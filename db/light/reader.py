@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import functools
 import sqlite3
-import warnings
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from flashtune.core.errors import TableError
-from flashtune.db.codec import Check, decode_check, raw_bytes
-from flashtune.db.errors import UnreadableRecord, sqlite_error
+from flashtune.db.codec import Check
+from flashtune.db.errors import sqlite_error
 from flashtune.db.light.bootstrap import check_tables
 from flashtune.db.limits import bounded, file_exists, restrict, statement_seconds
 from flashtune.db.location import database_url, describe, read_only_uri, sqlite_path
-from flashtune.db.stored_rows import StoredRecord, readable
+from flashtune.db.stored_rows import StoredRecord, readable, readable_check
 
 if TYPE_CHECKING:
     from flashtune.core.record import Record, Versions
@@ -116,14 +114,8 @@ class Reader:
         """
         question = CHECKS_OF.format(payload=bounded("payload"))
         for (payload,) in self._query(question, {"digest": digest, "target": target}, False):
-            try:
-                check = decode_check(raw_bytes(payload))
-            except TableError as error:
-                warnings.warn(
-                    f"a self-check of {self._where} was skipped: {error}", UnreadableRecord, stacklevel=3
-                )
-                continue
-            if check.versions.makers == versions.makers:
+            check = readable_check(payload, self._where)
+            if check is not None and check.versions.makers == versions.makers:
                 return check
         return None
 

@@ -15,7 +15,7 @@ from flashtune.core.problem import Problem
 from flashtune.core.target import Target
 from flashtune.dispatch.masked_sdpa import sharing_of
 from flashtune.dispatch.platform import PLATFORM, Platform
-from flashtune.dispatch.sdpa import copies_ms, copy_ms, default_backend
+from flashtune.dispatch.sdpa import copy_ms, default_backend
 from flashtune.dispatch.tables import Tables
 from flashtune.launch.compilation import interpreting
 from flashtune.launch.tensors import BackwardTensors, ForwardTensors
@@ -111,11 +111,6 @@ class BoundRequest:
     def sdpa_backend(self) -> str | None:
         """The backend that SDPA selects now, or None if it is not known or has no name in records."""
         return default_backend(*self.views, self.request.problem, self.side.bias, self.platform.sdpa_backend)
-
-    @functools.cached_property
-    def sdpa_copies_ms(self) -> float:
-        """The time of the copies of unaligned tensors that SDPA gets, in ms."""
-        return copies_ms(self.views, self.target)
 
     @functools.cached_property
     def copied(self) -> tuple[bool, bool, bool]:

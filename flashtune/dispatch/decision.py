@@ -21,7 +21,6 @@ from flashtune.dispatch.faster_peers import (
     UNFUSED,
     beats,
     faster_peer,
-    faster_peer_of_pair,
     is_slow_default,
     is_untrusted,
     shared_time,
@@ -29,7 +28,7 @@ from flashtune.dispatch.faster_peers import (
 )
 from flashtune.dispatch.lookup import default_selection, select, without_kernels
 from flashtune.dispatch.masked_sdpa import is_masked, sdpa_allowed
-from flashtune.dispatch.sdpa import has_hidden_keys
+from flashtune.dispatch.sdpa import copies_ms, has_hidden_keys
 from flashtune.dispatch.sdpa_times import EFFICIENT, MATH, related_peers
 from flashtune.dispatch.tables import Tables
 from flashtune.launch.compilation import interpreting
@@ -92,36 +91,30 @@ def choose(bound: BoundRequest) -> tuple[Decision, ...]:
         return _for_all_passes(request, Decision(baseline(request), str(error), target))
 
 
-def choose_over(
-    usual: str | None,
-    passes: Sequence[KernelKey],
-    gradients: Sequence[str],
-    sharing: MaskSharing | None,
-    known: tuple[Target, Tables] | None,
-) -> tuple[Decision, ...] | None:
-    """Returns the decisions for kernels that replace another library's operator, or None if that is faster.
-
-    Args:
-        usual: Name of the replaced operator in records, or None if it has no measurements.
-        passes: The passes of the call.
-        gradients: Names of the side inputs that require grad.
-        sharing: How the call's mask is shared.
-        known: The GPU and its tuned records, or None under the interpreter.
-    """
-    if _without_gradient(gradients):
-        return None
-    if known is None:
-        return _interpreted(passes)
-    target, tables = known
-    selections = _selected(passes, target, tables, generated=True)
-    if usual is not None and not beats(selections, usual, sharing):
-        return None
-    if any(is_untrusted(selection, passes[0].problem) for selection in selections):
-        return None
-    return tuple(
-        Decision(Backend.GENERATED, selection_source(selection), target, selection)
-        for selection in selections
-    )
+def check_supported(bound: BoundRequest) -> None:
+    """Checks that some backend supports the device of the tensors and, if needed, their gradients."""
+    request, problem = bound.request, bound.request.problem
+    if not (request.is_double or bound.platform.has_kernels(request.device)):
+        if problem.dtype.is_quantized:
+            raise ProblemError(
+                f"the tensors are on {request.device} and {problem.dtype} is computed on a GPU alone: "
+                "move them to one, or pass 16-bit inputs"
+            )
+        if not interpreting():
+            raise ProblemError(
+                f"the tensors are on {request.device}: move them to a GPU, or set TRITON_INTERPRET=1 before "
+                "the program starts to run kernels on the CPU, slowly"
+            )
+    if request.needs_grad and problem.dtype.is_quantized:
+        raise ProblemError(
+            f"attention of {problem.dtype} inputs has no backward pass and an input or a scale "
+            "requires grad: call under torch.no_grad(), or pass 16-bit inputs"
+        )
+    if request.needs_grad and problem.page_size:
+        raise ProblemError(
+            "attention of sequences in pages has no backward pass and an input requires grad: call under "
+            "torch.no_grad(), or pass dense tensors to flashtune.attention"
+        )
 
 
 def _without_lookup(request: Request) -> Decision | None:
@@ -137,6 +130,13 @@ def _without_lookup(request: Request) -> Decision | None:
     if not unknown:
         return None
     return Decision(Backend.UNFUSED, f"no kernel family computes {' and '.join(unknown)}")
+
+
+def without_values(request: Request) -> Decision | None:
+    """Returns the decision for a request without queries or keys, or on the meta device."""
+    if request.is_empty:
+        return Decision(Backend.NONE, "there is nothing to attend to")
+    return Decision(Backend.NONE, "meta tensors have no values") if request.device.type == "meta" else None
 
 
 def _for_all_passes(request: Request, decision: Decision) -> tuple[Decision, ...]:
@@ -158,7 +158,10 @@ def _of_kernels(bound: BoundRequest) -> tuple[Decision, ...]:
     # A baseline may not be selected if the call returns a log-sum-exp or has features.
     generated = request.prefer is Prefer.GENERATED or request.return_lse or request.needs_grad
     generated = generated or bool(request.problem.features)
-    selections = _selected(bound.passes, target, bound.records, generated=generated)
+    selections = tuple(
+        select(key.problem, target, bound.records, key.specialization, generated=generated)
+        for key in bound.passes
+    )
     instead = _of_peer(bound, selections)
     if instead is not None:
         backend, reason = instead
@@ -171,23 +174,15 @@ def _of_kernels(bound: BoundRequest) -> tuple[Decision, ...]:
     )
 
 
-def _selected(
-    passes: Iterable[KernelKey], target: Target, tables: Tables, *, generated: bool
-) -> tuple[Selection, ...]:
-    return tuple(
-        select(key.problem, target, tables, key.specialization, generated=generated) for key in passes
-    )
+def _without_gradient(names: Iterable[str]) -> tuple[str, ...]:
+    """Returns the arguments of those of some side inputs whose gradients no family computes."""
+    return tuple(TENSOR_INPUTS[name].option for name in names if name not in DIFFERENTIABLE_SIDE)
 
 
 def _interpreted(passes: Iterable[KernelKey]) -> tuple[Decision, ...]:
     target, reason = find_target(INTERPRETED_TARGET), "TRITON_INTERPRET=1 runs kernels on the CPU"
     selections = (default_selection(key.problem, target, key.specialization) for key in passes)
     return tuple(Decision(Backend.INTERPRETER, reason, target, selection) for selection in selections)
-
-
-def _without_gradient(names: Iterable[str]) -> tuple[str, ...]:
-    """Returns the arguments of those of some side inputs whose gradients no family computes."""
-    return tuple(TENSOR_INPUTS[name].option for name in names if name not in DIFFERENTIABLE_SIDE)
 
 
 def _of_peer(bound: BoundRequest, selections: Sequence[Selection]) -> tuple[Backend, str] | None:
@@ -205,67 +200,6 @@ def _of_peer(bound: BoundRequest, selections: Sequence[Selection]) -> tuple[Back
     backend, sharing = peer_backend(peer), bound.sharing
     is_timed = backend is Backend.SDPA and shared_time(selection.measured, sharing) is not None
     return backend, peer_reason(peer, selection, sharing=sharing if is_timed else None)
-
-
-def without_values(request: Request) -> Decision | None:
-    """Returns the decision for a request without queries or keys, or on the meta device."""
-    if request.is_empty:
-        return Decision(Backend.NONE, "there is nothing to attend to")
-    return Decision(Backend.NONE, "meta tensors have no values") if request.device.type == "meta" else None
-
-
-def peer_backend(peer: str) -> Backend:
-    """Returns the backend of a timed baseline."""
-    return Backend.UNFUSED if peer == UNFUSED else Backend.SDPA
-
-
-def baseline(request: Request) -> Backend:
-    """Returns the baseline of a request: SDPA, or unfused if the call needs a log-sum-exp or has features."""
-    same_bits = request.needs_grad and request.deterministic
-    plain = not (request.return_lse or request.problem.features or request.is_double or same_bits)
-    return Backend.SDPA if plain else Backend.UNFUSED
-
-
-def copy_words(flags: Iterable[bool]) -> str:
-    """Returns the reason for copies of q, k and v as the start of a clause. Empty without copies."""
-    names = [name for name, flag in zip("qkv", flags, strict=True) if flag]
-    if not names:
-        return ""
-    return f"{', '.join(names)} are copied first to align strides and addresses to 16 bytes, and "
-
-
-def _passed_over(bound: BoundRequest, selection: Selection, generated: bool) -> str:
-    """Returns the reason for not using the selection for tensors that all families can address."""
-    if msgspec.structs.replace(bound.forward_properties, lse=BEST_TENSORS.lse) == BEST_TENSORS:
-        return ""
-    best = select(bound.request.problem, bound.target, bound.records, BEST_TENSORS, generated=generated)
-    if best.record == selection.record:
-        return ""
-    return f"{best.record.family} would serve but cannot address tensors with such strides or addresses, and "
-
-
-def selection_source(selection: Selection) -> str:
-    """Returns the reason for a generated kernel as one clause."""
-    where = {
-        "database": "it is selected in the user's database",
-        "shipped": "it is selected in the table that ships for this GPU",
-        "estimated": _forecast_in_words(selection),
-        "default": "nothing alike is tuned for this GPU, so its family's default config serves",
-    }
-    return where[selection.source]
-
-
-def peer_reason(peer: str, *passes: Selection, sharing: MaskSharing | None = None) -> str:
-    """Returns the reason for a baseline in one pass or both, as one clause.
-
-    `sharing` is the way in which the mask is shared, if times with such a mask were compared.
-    """
-    condition = ", both passes together" if len(passes) > 1 else ""
-    if sharing is not None:
-        condition = f" with a mask shared over {sharing}"
-    if all(selection.forecast is None and selection.source != "default" for selection in passes):
-        return f"{peer} was measured as fast or faster{condition}"
-    return f"{peer} is expected to be faster{condition}"
 
 
 def _faster_peer(bound: BoundRequest, selection: Selection) -> str | None:
@@ -288,7 +222,7 @@ def _faster_peer(bound: BoundRequest, selection: Selection) -> str | None:
             backend = None
     if is_untrusted(selection, problem) and (backend is not None or not problem.features):
         return untimed_peer((selection,), problem, backend, target)
-    more_ms = bound.sdpa_copies_ms if backend is not None else 0.0
+    more_ms = copies_ms(bound.views, target) if backend is not None else 0.0
     if more_ms and problem.seqlen_kv <= FEW_KEYS:
         backend = None
     if backend is not None and selection.measured.measurement is None and problem.features:
@@ -296,7 +230,7 @@ def _faster_peer(bound: BoundRequest, selection: Selection) -> str | None:
         times = {peer.name: peer.ms + more_ms for peer in expected}
         if is_slow_default(selection, problem, times, backend, target):
             return backend
-    return faster_peer(selection, problem, backend, bound.sharing, more_ms)
+    return faster_peer((selection,), problem, backend, bound.sharing, more_ms)
 
 
 def _faster_peer_of_pair(bound: BoundRequest, forward: Selection, backward: Selection) -> str | None:
@@ -318,17 +252,65 @@ def _faster_peer_of_pair(bound: BoundRequest, forward: Selection, backward: Sele
             return untimed_peer(passes, problem, backend, target)
     # With a mask, gradients of SDPA's cuDNN backend may be NaN.
     backend = None if problem.features else bound.sdpa_backend
-    more_ms = 0.0 if backend is None else bound.sdpa_copies_ms
+    more_ms = 0.0 if backend is None else copies_ms(bound.views, target)
     has_few_rows = is_untimed and problem.seqlen_q <= FEW_ROWS
     if has_few_rows and not more_ms and not problem.features and _is_maskless(problem):
         return untimed_peer(passes, problem, backend, target)
-    return faster_peer_of_pair(*passes, problem, backend, more_ms)
+    return faster_peer(passes, problem, backend, more_ms=more_ms)
 
 
 def _is_maskless(problem: Problem) -> bool:
     """Whether SDPA needs no mask for a problem without features, because it can leave out later keys."""
     is_square = problem.seqlen_q == problem.seqlen_kv
     return problem.causal is Causal.NONE or is_square or has_hidden_keys(problem)
+
+
+def peer_backend(peer: str) -> Backend:
+    """Returns the backend of a timed baseline."""
+    return Backend.UNFUSED if peer == UNFUSED else Backend.SDPA
+
+
+def peer_reason(peer: str, *passes: Selection, sharing: MaskSharing | None = None) -> str:
+    """Returns the reason for a baseline in one pass or both, as one clause.
+
+    `sharing` is the way in which the mask is shared, if times with such a mask were compared.
+    """
+    condition = ", both passes together" if len(passes) > 1 else ""
+    if sharing is not None:
+        condition = f" with a mask shared over {sharing}"
+    if all(selection.forecast is None and selection.source != "default" for selection in passes):
+        return f"{peer} was measured as fast or faster{condition}"
+    return f"{peer} is expected to be faster{condition}"
+
+
+def _passed_over(bound: BoundRequest, selection: Selection, generated: bool) -> str:
+    """Returns the reason for not using the selection for tensors that all families can address."""
+    if msgspec.structs.replace(bound.forward_properties, lse=BEST_TENSORS.lse) == BEST_TENSORS:
+        return ""
+    best = select(bound.request.problem, bound.target, bound.records, BEST_TENSORS, generated=generated)
+    if best.record == selection.record:
+        return ""
+    return f"{best.record.family} would serve but cannot address tensors with such strides or addresses, and "
+
+
+def copy_words(flags: Iterable[bool]) -> str:
+    """Returns the reason for copies of q, k and v as the start of a clause. Empty without copies."""
+    names = [name for name, flag in zip("qkv", flags, strict=True) if flag]
+    if not names:
+        return ""
+    return f"{', '.join(names)} are copied first to align strides and addresses to 16 bytes, and "
+
+
+def selection_source(selection: Selection) -> str:
+    """Returns the reason for a generated kernel as one clause."""
+    if selection.source == "estimated":
+        return _forecast_in_words(selection)
+    where = {
+        "database": "it is selected in the user's database",
+        "shipped": "it is selected in the table that ships for this GPU",
+        "default": "nothing alike is tuned for this GPU, so its family's default config serves",
+    }
+    return where[selection.source]
 
 
 def _forecast_in_words(selection: Selection) -> str:
@@ -344,38 +326,42 @@ def _forecast_in_words(selection: Selection) -> str:
     )
 
 
-def check_supported(bound: BoundRequest) -> None:
-    """Checks that some backend supports the device of the tensors and, if needed, their gradients."""
-    request = bound.request
-    check_device(bound)
-    if not request.needs_grad:
-        return
-    problem = request.problem
-    if problem.dtype.is_quantized:
-        raise ProblemError(
-            f"attention of {problem.dtype} inputs has no backward pass and an input or a scale "
-            "requires grad: call under torch.no_grad(), or pass 16-bit inputs"
-        )
-    if problem.page_size:
-        raise ProblemError(
-            "attention of sequences in pages has no backward pass and an input requires grad: call under "
-            "torch.no_grad(), or pass dense tensors to flashtune.attention"
-        )
+def baseline(request: Request) -> Backend:
+    """Returns the baseline of a request: SDPA, or unfused if the call needs a log-sum-exp or has features."""
+    same_bits = request.needs_grad and request.deterministic
+    plain = not (request.return_lse or request.problem.features or request.is_double or same_bits)
+    return Backend.SDPA if plain else Backend.UNFUSED
 
 
-def check_device(bound: BoundRequest) -> None:
-    """Checks that some backend supports the device of the tensors, and raises ProblemError if not."""
-    request = bound.request
-    if request.is_double or bound.platform.has_kernels(request.device):
-        return
-    if request.problem.dtype.is_quantized:
-        raise ProblemError(
-            f"the tensors are on {request.device} and {request.problem.dtype} is computed on a GPU alone: "
-            "move them to one, or pass 16-bit inputs"
-        )
-    if interpreting():
-        return
-    raise ProblemError(
-        f"the tensors are on {request.device}: move them to a GPU, or set TRITON_INTERPRET=1 before the "
-        "program starts to run kernels on the CPU, slowly"
+def choose_over(
+    usual: str | None,
+    passes: Sequence[KernelKey],
+    gradients: Sequence[str],
+    sharing: MaskSharing | None,
+    known: tuple[Target, Tables] | None,
+) -> tuple[Decision, ...] | None:
+    """Returns the decisions for kernels that replace another library's operator, or None if that is faster.
+
+    Args:
+        usual: Name of the replaced operator in records, or None if it has no measurements.
+        passes: The passes of the call.
+        gradients: Names of the side inputs that require grad.
+        sharing: How the call's mask is shared.
+        known: The GPU and its tuned records, or None under the interpreter.
+    """
+    if _without_gradient(gradients):
+        return None
+    if known is None:
+        return _interpreted(passes)
+    target, tables = known
+    selections = tuple(
+        select(key.problem, target, tables, key.specialization, generated=True) for key in passes
+    )
+    if usual is not None and not beats(selections, usual, sharing):
+        return None
+    if any(is_untrusted(selection, passes[0].problem) for selection in selections):
+        return None
+    return tuple(
+        Decision(Backend.GENERATED, selection_source(selection), target, selection)
+        for selection in selections
     )

@@ -45,40 +45,47 @@ NARROW, WIDE = 64, 128
 
 
 def faster_peer(
-    selection: Selection,
+    passes: Sequence[Selection],
     problem: Problem,
     usual_sdpa: str | None,
     sharing: MaskSharing | None = None,
     more_ms: float = 0.0,
 ) -> str | None:
-    """Returns the name of a baseline that replaces a selection, or None.
+    """Returns the name of a baseline that replaces the selections of all passes of a call, or None.
 
-    At a tuned shape both were measured in one run, and SDPA is used unless the selection was faster beyond
-    noise. At other shapes both times are estimates. The unfused computation is considered only if the problem
-    has no more scores than the measured shape, because it stores scores in memory.
+    At a tuned shape both were measured in one run for each pass. SDPA is used unless the selections were
+    faster beyond noise. At other shapes all times are estimates. The unfused computation is considered only
+    if the problem has no more scores than the measured shape, because it stores scores in memory.
 
     Args:
-        selection: The selection for the problem.
-        problem: The problem.
+        passes: The selections.
+        problem: The forward problem.
         usual_sdpa: The baseline that torch's SDPA selects for the problem, such as `sdpa-cudnn`. None if the
             backend or the way in which SDPA uses it was not measured.
         sharing: How the call's mask is shared.
         more_ms: Time of the copies that SDPA needs.
     """
-    if selection.record.config is None:
-        return selection.record.family
-    return _fastest_baseline((_times(selection, sharing),), problem, usual_sdpa, more_ms)
-
-
-def faster_peer_of_pair(
-    forward: Selection, backward: Selection, problem: Problem, usual_sdpa: str | None, more_ms: float = 0.0
-) -> str | None:
-    """Returns the name of a baseline that replaces both selections of a differentiable call, or None.
-
-    The baseline was timed in the same run as each selection, so that each pass is compared within one run.
-    The arguments are those of `faster_peer` for the forward problem.
-    """
-    return _fastest_baseline((_times(forward), _times(backward)), problem, usual_sdpa, more_ms)
+    if passes[0].record.config is None:
+        return passes[0].record.family
+    of_passes = [_times(selection, sharing) for selection in passes]
+    present = [times for times in of_passes if times is not None]
+    if len(present) < len(passes):
+        return None
+    ms = sum(times.ms for times in present)
+    is_forecast = any(times.is_forecast for times in present)
+    margin = _forecast_margin(present, problem, ms) if is_forecast else NOISE
+    limits = {usual_sdpa or "": ms * (1 + margin)}
+    if score_bytes(problem) <= min(times.scores for times in present):
+        limits[UNFUSED] = ms * (1 - (FORECAST_NOISE if is_forecast else NOISE))
+    taken = {name: sum(times.peers.get(name, math.inf) for times in present) for name in limits}
+    taken[usual_sdpa or ""] += more_ms
+    if UNFUSED in limits and len(present) > 1 and problem.bias is Bias.ADDITIVE:
+        # Kernels for gradients with a bias may take longer than the launches of the unfused computation.
+        share = [times.unfused_ms * score_bytes(problem) / times.scores for times in present]
+        taken[UNFUSED] = min(taken[UNFUSED], sum(UNFUSED_LAUNCHES_MS + ms for ms in share))
+    return min(
+        (name for name in limits if taken[name] < limits[name]), key=lambda name: taken[name], default=None
+    )
 
 
 def is_untrusted(selection: Selection, problem: Problem) -> bool:
@@ -197,7 +204,7 @@ def _times(selection: Selection, sharing: MaskSharing | None = None) -> _Times |
     return _Times(ms, True, expected, scores, standard.get(UNFUSED, math.inf))
 
 
-def _forecast_margin(passes: Sequence[_Times | None], problem: Problem, ms: float) -> float:
+def _forecast_margin(passes: Sequence[_Times], problem: Problem, ms: float) -> float:
     """Returns the fraction by which SDPA's estimate may be above that of the kernels, negative if below."""
     margins = [-FORECAST_NOISE]
     if ms < SHORT_MS[len(passes) - 1]:
@@ -207,26 +214,3 @@ def _forecast_margin(passes: Sequence[_Times | None], problem: Problem, ms: floa
     if problem.bias is Bias.ADDITIVE and problem.seqlen_kv > BLOCK:
         margins.append(BIAS_NOISE)
     return max(margins)
-
-
-def _fastest_baseline(
-    passes: Sequence[_Times | None], problem: Problem, usual_sdpa: str | None, more_ms: float = 0.0
-) -> str | None:
-    present = [times for times in passes if times is not None]
-    if len(present) < len(passes):
-        return None
-    ms = sum(times.ms for times in present)
-    is_forecast = any(times.is_forecast for times in present)
-    margin = _forecast_margin(passes, problem, ms) if is_forecast else NOISE
-    limits = {usual_sdpa or "": ms * (1 + margin)}
-    if score_bytes(problem) <= min(times.scores for times in present):
-        limits[UNFUSED] = ms * (1 - (FORECAST_NOISE if is_forecast else NOISE))
-    taken = {name: sum(times.peers.get(name, math.inf) for times in present) for name in limits}
-    taken[usual_sdpa or ""] += more_ms
-    if UNFUSED in limits and len(present) > 1 and problem.bias is Bias.ADDITIVE:
-        # Kernels for gradients with a bias may take longer than the launches of the unfused computation.
-        share = [times.unfused_ms * score_bytes(problem) / times.scores for times in present]
-        taken[UNFUSED] = min(taken[UNFUSED], sum(UNFUSED_LAUNCHES_MS + ms for ms in share))
-    return min(
-        (name for name in limits if taken[name] < limits[name]), key=lambda name: taken[name], default=None
-    )

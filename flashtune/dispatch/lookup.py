@@ -89,6 +89,14 @@ def select(
     return default_selection(problem, target, specialization)
 
 
+def _standing(record: Record, best: VerificationStatus) -> VerificationStatus:
+    if record.config is None:
+        return best
+    if is_proven(record, current_versions(record.family)):
+        return best
+    return VerificationStatus.UNPROVEN
+
+
 def _is_new_phase(problem: Problem, record: Record, why: TransferEstimate) -> bool:
     """Whether the nearest tuned shape is far, and only one of both has few queries, as in decoding.
 
@@ -99,19 +107,6 @@ def _is_new_phase(problem: Problem, record: Record, why: TransferEstimate) -> bo
         return False
     few = [shape.seqlen_q <= FEW_QUERIES for shape in (problem, nearest)]
     return few[0] != few[1] and is_far(nearest, problem)
-
-
-def nearest_selection(selection: Selection) -> Selection | None:
-    """Returns the selection of the nearest tuned shape if another config has a lower estimate, or None."""
-    why = selection.forecast
-    if why is None or why.nearest == selection.record:
-        return None
-    if not tuned_alike(selection.record.problem, (why.nearest,)):
-        # The kernel of that shape is for another type or head dim.
-        return None
-    return Selection(
-        record=why.nearest, standing=_standing(why.nearest, VerificationStatus.VERIFIED), source="estimated"
-    )
 
 
 def default_selection(problem: Problem, target: Target, specialization: Specialization) -> Selection:
@@ -138,12 +133,6 @@ def default_selection(problem: Problem, target: Target, specialization: Speciali
     )
 
 
-def without_kernels(problem: Problem) -> tuple[Feature, ...]:
-    """Returns the features of a problem that no family computes in any problem."""
-    computed = frozenset[Feature]().union(*(family.features for family in families()))
-    return tuple(sorted(problem.features - computed))
-
-
 def default_selections(
     problem: Problem, target: Target, specialization: Specialization
 ) -> Iterator[Selection]:
@@ -162,17 +151,6 @@ def default_selections(
             versions=current_versions(family.name),
         )
         yield Selection(record=record, standing=VerificationStatus.UNPROVEN, source="default")
-
-
-def _advice(problem: Problem, target: Target, specialization: Specialization) -> str:
-    """Returns advice that names the fewest features to leave out so that some family computes the rest."""
-    features = sorted(problem.features)
-    for count in range(1, len(features) + 1):
-        for left_out in itertools.combinations(features, count):
-            rest = without(problem, left_out)
-            if any(_why_not(family, rest, target, specialization) is None for family in families()):
-                return f"leave out {' and '.join(left_out)}"
-    return "no part of it is computed here either"
 
 
 def _default_rank(family: Family, problem: Problem, target: Target) -> tuple[bool, float, str]:
@@ -211,14 +189,36 @@ def _why_not(family: Family, problem: Problem, target: Target, specialization: S
     return unsupported_reason(family, problem, target, specialization)
 
 
+def _advice(problem: Problem, target: Target, specialization: Specialization) -> str:
+    """Returns advice that names the fewest features to leave out so that some family computes the rest."""
+    features = sorted(problem.features)
+    for count in range(1, len(features) + 1):
+        for left_out in itertools.combinations(features, count):
+            rest = without(problem, left_out)
+            if any(_why_not(family, rest, target, specialization) is None for family in families()):
+                return f"leave out {' and '.join(left_out)}"
+    return "no part of it is computed here either"
+
+
+def without_kernels(problem: Problem) -> tuple[Feature, ...]:
+    """Returns the features of a problem that no family computes in any problem."""
+    computed = frozenset[Feature]().union(*(family.features for family in families()))
+    return tuple(sorted(problem.features - computed))
+
+
+def nearest_selection(selection: Selection) -> Selection | None:
+    """Returns the selection of the nearest tuned shape if another config has a lower estimate, or None."""
+    why = selection.forecast
+    if why is None or why.nearest == selection.record:
+        return None
+    if not tuned_alike(selection.record.problem, (why.nearest,)):
+        # The kernel of that shape is for another type or head dim.
+        return None
+    return Selection(
+        record=why.nearest, standing=_standing(why.nearest, VerificationStatus.VERIFIED), source="estimated"
+    )
+
+
 def proven_by(selection: Selection, digest: str) -> bool:
     """Whether a selection's receipt covers this kernel with the installed versions."""
     return selection.standing is not VerificationStatus.UNPROVEN and selection.record.kernel == digest
-
-
-def _standing(record: Record, best: VerificationStatus) -> VerificationStatus:
-    if record.config is None:
-        return best
-    if is_proven(record, current_versions(record.family)):
-        return best
-    return VerificationStatus.UNPROVEN

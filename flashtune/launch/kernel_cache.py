@@ -26,14 +26,13 @@ from flashtune.templates.registry import find_family, template_hash
 def kernel_of(record: Record, specialization: Specialization) -> Kernel:
     """Returns the kernel of a record's config for tensors of a specialization."""
     family = find_family(record.family)
-    return proven_copy(record, family, specialization) or _render(record, family, specialization)
+    kernel = proven_copy(record, family, specialization)
+    if kernel is None:
+        from flashtune.templates.rendering import render
 
-
-def _render(record: Record, family: Family, specialization: Specialization) -> Kernel:
-    from flashtune.templates.rendering import render
-
-    assert record.config is not None
-    return render(family, record.problem, record.config, specialization)
+        assert record.config is not None
+        kernel = render(family, record.problem, record.config, specialization)
+    return kernel
 
 
 def proven_copy(record: Record, family: Family, specialization: Specialization) -> Kernel | None:
@@ -73,19 +72,15 @@ class Binaries:
         key = kernel, target, device
         binary = self._binaries.get(key)
         if binary is None:
-            binary = self._binaries[key] = self._made(*key)
+            try:
+                binary = self._compiled(kernel, target)
+                # Load before the self-check. Any compiler that Triton runs for the launch has then finished.
+                for part in binary.values():
+                    self._load(part, device)
+            except KernelError as error:
+                # Without the traceback, which would keep the caller's tensors alive.
+                binary = type(error)(str(error))
+            self._binaries[key] = binary
         if isinstance(binary, KernelError):
             raise binary
-        return binary
-
-    def _made(self, kernel: Kernel, target: Target, device: torch.device) -> Binary | KernelError:
-        """Returns a binary or the error."""
-        try:
-            binary = self._compiled(kernel, target)
-            # Load before the self-check, so that any compiler that Triton runs for the launch has finished.
-            for part in binary.values():
-                self._load(part, device)
-        except KernelError as error:
-            # Without the traceback, which would keep the caller's tensors alive.
-            return type(error)(str(error))
         return binary

@@ -1,15 +1,19 @@
 """Names the module of `flashtune.integrations` for which a thread calls, for explanations."""
 
 import functools
+import threading
 from collections.abc import Callable
-from contextvars import ContextVar
 from typing import ParamSpec, TypeVar
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 
-_current: ContextVar[str] = ContextVar("caller", default="")
+class _Current(threading.local):
+    name = ""
+
+
+_current = _Current()
 
 
 def called_by(name: str) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
@@ -18,11 +22,11 @@ def called_by(name: str) -> Callable[[Callable[Parameters, Result]], Callable[Pa
     def decorated(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
         @functools.wraps(function)
         def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-            before = _current.set(name)
+            before, _current.name = _current.name, name
             try:
                 return function(*args, **kwargs)
             finally:
-                _current.reset(before)
+                _current.name = before
 
         return call
 
@@ -31,4 +35,4 @@ def called_by(name: str) -> Callable[[Callable[Parameters, Result]], Callable[Pa
 
 def present_caller() -> str:
     """Returns the module that this thread calls for, or an empty text."""
-    return _current.get()
+    return _current.name

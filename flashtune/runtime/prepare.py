@@ -6,7 +6,7 @@ therefore never uses a kernel that fails.
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import msgspec
 
@@ -58,38 +58,26 @@ def prepare(bound: BoundRequest, loader: KernelLoader) -> Executor:
         decisions = tuple(map(_without_sdpa, choose(bound)))
     if not decisions[0].generated:
         return baseline_of(decisions[0], request)
-    executor = _known(bound, loader)
+    # Cached kernels serve here too, where SDPA was allowed and is slower.
+    executor = _known(bound, loader) if features else None
     if executor is not None:
         return executor
-    instead, passes = baseline(request), passes_of(bound, loader)
-    return prepared_or(
-        lambda: joined([prepared(*pair) for pair in zip(decisions, passes, strict=True)], bound),
-        request,
-        bound.passes[-1].problem,
-        f"{in_words(instead)}{' (in both passes)' if request.needs_grad else ''}",
-        lambda: baseline_executor(instead, request),
-    )
+    try:
+        passes = zip(decisions, passes_of(bound, loader), strict=True)
+        return joined([prepared(*pair) for pair in passes], bound)
+    except (KernelError, VerificationError) as failure:
+        if request.prefer is Prefer.GENERATED:
+            raise
+        instead = baseline(request)
+        words = f"{in_words(instead)}{' (in both passes)' if request.needs_grad else ''}"
+        warn_of_failure(failure, words, bound.passes[-1].problem)
+        return baseline_executor(instead, request)
 
 
 def _known(bound: BoundRequest, loader: KernelLoader) -> Executor | None:
     """Returns the executor of cached kernels, or None if one pass has none."""
     executors = [pass_.known() for pass_ in passes_of(bound, loader)]
     return None if None in executors else joined(executors, bound)
-
-
-def _without_sdpa(decision: Decision) -> Decision:
-    """Returns a decision for kernels in place of SDPA, whose trial may have run out of memory."""
-    is_sdpa = decision.backend is Backend.SDPA
-    return msgspec.structs.replace(decision, backend=Backend.GENERATED) if is_sdpa else decision
-
-
-def baseline_of(decision: Decision, request: Request) -> Executor:
-    """Returns the executor of a decision for a baseline. Warns if no family computes the gradients."""
-    if decision.backend is Backend.NONE:
-        return functools.partial(nothing, request)
-    if request.needs_grad and decision.selection is None and not request.is_double:
-        warn_once("gradients", f"{decision.reason}, so {in_words(decision.backend)} serves both passes")
-    return baseline_executor(decision.backend, request)
 
 
 def masked_sdpa_executor(bound: BoundRequest) -> Executor | None:
@@ -108,26 +96,19 @@ def masked_sdpa_executor(bound: BoundRequest) -> Executor | None:
     return None
 
 
-def prepare_alone(bound: BoundRequest, loader: KernelLoader) -> BackwardExecutor:
-    """Returns the executor of a backward operator. Its forward pass has run, so a baseline cannot serve."""
-    request = bound.request
-    if request.is_empty or request.is_double:
-        return recomputed(request)
-    pass_ = backward_pass(bound, loader)
-    executor = pass_.known()
-    if executor is not None:
-        return executor
-    generated = msgspec.structs.replace(request, prefer=Prefer.GENERATED)
-    _, decision = choose(bound.replaced(generated))
-    if not decision.generated:
-        return recomputed(request)
-    return prepared_or(
-        lambda: prepared(decision, pass_),
-        request,
-        request.backward,
-        "the unfused computation",
-        lambda: recomputed(request),
-    )
+def _without_sdpa(decision: Decision) -> Decision:
+    """Returns a decision for kernels in place of SDPA, whose trial may have run out of memory."""
+    is_sdpa = decision.backend is Backend.SDPA
+    return msgspec.structs.replace(decision, backend=Backend.GENERATED) if is_sdpa else decision
+
+
+def baseline_of(decision: Decision, request: Request) -> Executor:
+    """Returns the executor of a decision for a baseline. Warns if no family computes the gradients."""
+    if decision.backend is Backend.NONE:
+        return functools.partial(nothing, request)
+    if request.needs_grad and decision.selection is None and not request.is_double:
+        warn_once("gradients", f"{decision.reason}, so {in_words(decision.backend)} serves both passes")
+    return baseline_executor(decision.backend, request)
 
 
 def prepared(decision: Decision, pass_: Pass[Usable]) -> Usable:
@@ -159,28 +140,6 @@ def prepared(decision: Decision, pass_: Pass[Usable]) -> Usable:
     raise failure
 
 
-def prepared_or(
-    make: Callable[[], Usable], request: Request, problem: Problem, name: str, instead: Callable[[], Usable]
-) -> Usable:
-    """Returns the result of `make`, or of `instead` with a warning if kernels fail.
-
-    `name` is that of the fallback in the warning. If `prefer` is "generated", the error is passed on.
-    """
-    try:
-        return make()
-    except (KernelError, VerificationError) as failure:
-        if request.prefer is Prefer.GENERATED:
-            raise
-        warn_of_failure(failure, name, problem)
-        return instead()
-
-
-def warn_of_failure(failure: Exception, instead: str, problem: Problem) -> None:
-    """Warns that a fallback replaces the selection."""
-    # The key is constant, because a program with ever new lengths would otherwise repeat the warning.
-    warn_once("failed", f"{failure}, so {instead} serves: run {search_command(problem)}")
-
-
 def _candidates(selection: Selection, target: Target, key: KernelKey) -> Iterator[tuple[Selection, str]]:
     """Yields the selection of a decision and its fallbacks, each with a name for the warning."""
     yield selection, "the selected config"
@@ -205,3 +164,31 @@ def _warn_of_fallback(selection: Selection, problem: Problem) -> None:
         return
     # Warn once for each pass.
     warn_once(f"untuned {problem.direction}", f"{what}: run {search_command(problem)}")
+
+
+def warn_of_failure(failure: Exception, instead: str, problem: Problem) -> None:
+    """Warns that a fallback replaces the selection."""
+    # The key is constant, because a program with ever new lengths would otherwise repeat the warning.
+    warn_once("failed", f"{failure}, so {instead} serves: run {search_command(problem)}")
+
+
+def prepare_alone(bound: BoundRequest, loader: KernelLoader) -> BackwardExecutor:
+    """Returns the executor of a backward operator. Its forward pass has run, so a baseline cannot serve."""
+    request = bound.request
+    if request.is_empty or request.is_double:
+        return recomputed(request)
+    pass_ = backward_pass(bound, loader)
+    executor = pass_.known()
+    if executor is not None:
+        return executor
+    generated = msgspec.structs.replace(request, prefer=Prefer.GENERATED)
+    _, decision = choose(bound.replaced(generated))
+    if not decision.generated:
+        return recomputed(request)
+    try:
+        return prepared(decision, pass_)
+    except (KernelError, VerificationError) as failure:
+        if request.prefer is Prefer.GENERATED:
+            raise
+        warn_of_failure(failure, "the unfused computation", request.backward)
+        return recomputed(request)

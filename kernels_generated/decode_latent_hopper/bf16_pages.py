@@ -7,7 +7,7 @@ Computes     bf16, head dim 576, value head dim 512, causal: bottom_right
 Keys         in pages of 64, as many as seqlens_kv says; values are their first columns
 Config       1 queries and 64 heads a tile, 2 stages, 1 parts, overlap_pv True
 Assumes      addresses and strides that are multiples of 16 bytes
-Template     decode_latent_hopper 256f7ba21c12
+Template     decode_latent_hopper 029a9a622d08
 
 All heads share one KV head, so that heads (and queries) are the rows of a tile. A block of keys is
 copied once, as the left and the right half of the values and the rest, and is in both products.
@@ -512,11 +512,12 @@ def launch_plan(q, k, v, out, seqlens_kv, block_table):
 
 
 def attention(q, k, v, scale=None, *, seqlens_kv, block_table):
-    """Attention of q [batch, heads, seqlen_q, 576] over keys of one head, whose first columns are values.
+    """Returns the output [batch, heads, seqlen_q, value_head_dim] and the log-sum-exp of each row.
 
-    k is [pages, 1, 64, 576], v its first 512 columns.
-    Returns the output [batch, heads, seqlen_q, 512] and the log-sum-exp of each row,
-    [batch, heads, seqlen_q] in float32 (None: this kernel does not write it).
+    q, k, v           [batch, heads, seqlen, head_dim] with a contiguous last dimension
+    seqlens_kv        number of keys of each sequence
+    block_table       pages of each sequence; k and v are [pages, kv_heads, page size, head_dim]
+    The checks state the dtype and the shape of each input. The log-sum-exp is None: this kernel does not write it.
     """
     # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
     large = [("q", q), ("k", k), ("v", v)]

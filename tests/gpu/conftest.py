@@ -4,21 +4,23 @@ from collections.abc import Iterator
 
 import pytest
 
-from flashtune.dispatch import platform
-from flashtune.dispatch.tables import Tables, tuned_records
+from flashtune.dispatch.platform import Platform
+from flashtune.dispatch.tables import Tables
 from tests.gpu.calls import forget
+from tests.support.runtime import Tuned, using
 
 
 @pytest.fixture
-def untuned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def untuned() -> Iterator[None]:
     """Nothing is tuned, whatever ships for this GPU, and nothing is remembered."""
     forget()
-    monkeypatch.setattr(platform, "tuned_records", lambda _: Tables({}, {}))
-    yield
+    with using(Tuned(Tables({}, {}))):
+        yield
     forget()
 
 
 @pytest.fixture
-def own_tables(untuned: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def own_tables(untuned: None) -> Iterator[None]:
     """The user's database is read after all."""
-    monkeypatch.setattr(platform, "tuned_records", tuned_records)
+    with using(Platform()):
+        yield

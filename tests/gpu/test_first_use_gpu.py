@@ -16,9 +16,11 @@ from flashtune import testing
 from flashtune.core.errors import KernelError, VerificationError
 from flashtune.core.notices import FlashtuneWarning
 from flashtune.core.record import Verdict
-from flashtune.verification import check
+from flashtune.runtime.kernel_loader import KernelLoader
+from flashtune.runtime.self_check import SelfChecks
 from tests.gpu.calls import forget, generated, reference, tensors
 from tests.gpu.marks import SERVED
+from tests.support.runtime import using
 
 pytestmark = SERVED
 
@@ -36,30 +38,29 @@ class Refusing:
         return Verdict(False, 9.0, 1, "forced", "test")
 
 
-def test_kernel_that_fails_its_self_check_does_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
-    refusing = Refusing()
-    monkeypatch.setattr(check, "check_rendered", refusing)
-    q, k, v = tensors()
-    with pytest.warns(FlashtuneWarning, match="failed its self-check"):
-        testing.close(flashtune.attention(q, k, v, causal=True), reference(q, k, v, True).out)
-    assert flashtune.explain(q, k, v, causal=True).backend == "sdpa"
-    out, lse = flashtune.attention(q, k, v, causal=True, return_lse=True)
-    testing.close(out, reference(q, k, v, True).out)
-    assert lse.isfinite().all()
-    with pytest.raises(VerificationError, match="failed its self-check"):
-        generated(q, k, v)
+def test_kernel_that_fails_its_self_check_does_not_serve() -> None:
+    with using(loader=KernelLoader(SelfChecks(Refusing()))):
+        q, k, v = tensors()
+        with pytest.warns(FlashtuneWarning, match="failed its self-check"):
+            testing.close(flashtune.attention(q, k, v, causal=True), reference(q, k, v, True).out)
+        assert flashtune.explain(q, k, v, causal=True).backend == "sdpa"
+        out, lse = flashtune.attention(q, k, v, causal=True, return_lse=True)
+        testing.close(out, reference(q, k, v, True).out)
+        assert lse.isfinite().all()
+        with pytest.raises(VerificationError, match="failed its self-check"):
+            generated(q, k, v)
 
 
-def test_passed_self_check_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_passed_self_check_is_cached() -> None:
     q, k, v = tensors()
     assert flashtune.explain(q, k, v, causal=True, prefer="generated").standing == "unproven"
     generated(q, k, v)
     forget()
     assert flashtune.explain(q, k, v, causal=True, prefer="generated").standing == "verified"
     refusing = Refusing()
-    monkeypatch.setattr(check, "check_rendered", refusing)
-    testing.close(generated(q, k, v), reference(q, k, v, True).out)
-    assert refusing.calls == 0
+    with using(loader=KernelLoader(SelfChecks(refusing))):
+        testing.close(generated(q, k, v), reference(q, k, v, True).out)
+        assert refusing.calls == 0
 
 
 def test_new_shape_during_capture_error_suggests_plan() -> None:
@@ -71,31 +72,31 @@ def test_new_shape_during_capture_error_suggests_plan() -> None:
         flashtune.attention(q, k, v, causal=True)
 
 
-def test_one_warning_reports_many_failures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check, "check_rendered", Refusing())
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        for length in (300, 301, 302):
-            q, k, v = tensors(length, 400)
-            testing.close(flashtune.attention(q, k, v, causal=True), reference(q, k, v, True).out)
-    ours = [warning for warning in told if warning.category is FlashtuneWarning]
-    assert ["self-check" in str(warning.message) for warning in ours] == [True]
+def test_one_warning_reports_many_failures() -> None:
+    with using(loader=KernelLoader(SelfChecks(Refusing()))):
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            for length in (300, 301, 302):
+                q, k, v = tensors(length, 400)
+                testing.close(flashtune.attention(q, k, v, causal=True), reference(q, k, v, True).out)
+        ours = [warning for warning in told if warning.category is FlashtuneWarning]
+        assert ["self-check" in str(warning.message) for warning in ours] == [True]
 
 
-def test_plan_runs_the_self_check_before_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_runs_the_self_check_before_a_capture() -> None:
     q, k, v = tensors(333, 444)
     planned = flashtune.plan(q, k, v, causal=True, prefer="generated")
     assert flashtune.explain(q, k, v, causal=True, prefer="generated").standing == "verified"
     refusing = Refusing()
-    monkeypatch.setattr(check, "check_rendered", refusing)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = planned(q, k, v)
-        with pytest.raises(KernelError, match=r"flashtune\.plan"):
-            flashtune.attention(q.float(), k.float(), v.float())
-    graph.replay()
-    testing.close(out, reference(q, k, v, True).out)
-    assert refusing.calls == 0
+    with using(loader=KernelLoader(SelfChecks(refusing))):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = planned(q, k, v)
+            with pytest.raises(KernelError, match=r"flashtune\.plan"):
+                flashtune.attention(q.float(), k.float(), v.float())
+        graph.replay()
+        testing.close(out, reference(q, k, v, True).out)
+        assert refusing.calls == 0
 
 
 @pytest.mark.alone

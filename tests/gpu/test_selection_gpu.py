@@ -23,9 +23,11 @@ from flashtune.dispatch.masked_sdpa import PEERS
 from flashtune.dispatch.sdpa import default_backend, sdpa_attention
 from flashtune.launch.kernel_cache import kernel_of
 from flashtune.request.call import CausalOption
-from flashtune.verification import check
+from flashtune.runtime.kernel_loader import KernelLoader
+from flashtune.runtime.self_check import SelfChecks
 from tests.gpu.calls import forget, generated, reference, request_of, tensors
 from tests.gpu.marks import SERVED
+from tests.support.runtime import using
 
 pytestmark = SERVED
 
@@ -75,15 +77,14 @@ def pin_selected(record: Record, length: int) -> None:
 
 
 @pytest.mark.usefixtures("own_tables")
-def test_timed_kernel_serves_without_check(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timed_kernel_serves_without_check() -> None:
     q, k, v = tensors(512, 512)
     pin_selected(timed_record(q, k, v, {}, SHORT_MS), NEAR)
 
     def refuse(*_: object, **__: object) -> Verdict:
         raise AssertionError("a timed kernel was checked")
 
-    monkeypatch.setattr(check, "check_rendered", refuse)
-    with warnings.catch_warnings():
+    with using(loader=KernelLoader(SelfChecks(refuse))), warnings.catch_warnings():
         warnings.simplefilter("error", FlashtuneWarning)
         testing.close(generated(q, k, v), reference(q, k, v, True).out)
         others = tensors(NEAR, NEAR)

@@ -4,13 +4,25 @@ import contextlib
 from collections.abc import Iterator
 
 from flashtune.core import files, notices
+from flashtune.core.target import Target
 from flashtune.dispatch.masked_sdpa import MaskTrials
 from flashtune.dispatch.platform import Platform
-from flashtune.dispatch.tables import tuned_records
+from flashtune.dispatch.tables import Tables, tuned_records
 from flashtune.launch.compiler_process import CompilerProcess
 from flashtune.runtime.kernel_loader import KernelLoader
 from flashtune.runtime.self_check import SelfChecks
 from flashtune.runtime.session import SESSION
+
+
+class Tuned(Platform):
+    """This machine's GPU with other tuned records."""
+
+    def __init__(self, tables: Tables) -> None:
+        super().__init__()
+        self.tables = tables
+
+    def records(self, target: Target) -> Tables:
+        return self.tables
 
 
 def forget_all() -> None:
@@ -25,11 +37,17 @@ def forget_all() -> None:
 
 
 @contextlib.contextmanager
-def using(platform: Platform, loader: KernelLoader, compiler: CompilerProcess) -> Iterator[None]:
+def using(
+    platform: Platform | None = None,
+    loader: KernelLoader | None = None,
+    compiler: CompilerProcess | None = None,
+) -> Iterator[None]:
     """Prepares calls with other parts in the context, and forgets these calls."""
     before = SESSION.platform, SESSION.loader, SESSION.compiler
     SESSION.forget()
-    SESSION.platform, SESSION.loader, SESSION.compiler = platform, loader, compiler
+    SESSION.platform = platform or SESSION.platform
+    SESSION.loader = loader or SESSION.loader
+    SESSION.compiler = compiler or SESSION.compiler
     try:
         yield
     finally:

@@ -62,7 +62,7 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check, "interpreting", lambda: False)
     monkeypatch.setattr(passes, "interpreting", lambda: False)
     monkeypatch.setattr(check, "compile_binary", lambda *_: None)
-    monkeypatch.setattr(check, "_device_name", lambda _: "none")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "none")
     monkeypatch.setattr(comparison, "bind", lambda *_, **__: comparison.no_launch)
     monkeypatch.setitem(scores.CHUNK_SCORES, "cpu", scores.CHUNK_SCORES["cuda"])
     monkeypatch.setitem(scores.CHUNK_KEYS, "cpu", scores.CHUNK_KEYS["cuda"])

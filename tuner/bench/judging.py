@@ -2,7 +2,6 @@
 
 import functools
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,27 +36,19 @@ def sequence_layout(problem: Problem, tensors: Tensors) -> SequenceLayout:
     )
 
 
-class Compared(NamedTuple):
-    """The rows that are compared, the same for all contestants."""
-
-    layout: SequenceLayout  # The positions of outputs in memory.
-    chosen: Sample  # The rows and heads.
-    # Their reference. Rows that a packed sequence does not have may be anything.
-    expected: Expected
-
-
 def output_judge(problem: Problem, tensors: Tensors) -> Judge:
-    """Returns a function that compares an output with the reference at sampled rows."""
+    """Returns a function that compares an output with the reference at the same sampled rows."""
     chosen = sample(problem, torch.Generator(tensors.q.device).manual_seed(SEED))
     layout = sequence_layout(problem, tensors)
     q, k, v, side = layout.inputs(tensors.q, tensors.k, tensors.v, tensors.side)
     expected = expect(problem, q, k, v, tensors.scale, chosen, side, layout.lengths)
     absent = missing(problem, layout.lengths, *chosen)
+    # Rows that a packed sequence does not have may be anything.
     expected = expected._replace(allowed=excused(expected.allowed, absent))
-    return functools.partial(error_of, compared=Compared(layout, chosen, expected))
+    return functools.partial(error_of, layout=layout, chosen=chosen, expected=expected)
 
 
-def error_of(result: object, compared: Compared) -> float:
+def error_of(result: object, layout: SequenceLayout, chosen: Sample, expected: Expected) -> float:
     """Returns the largest row error of a result as a multiple of the tolerance, infinite if not finite.
 
     The result is the output, or a tuple that starts with it. The output is [batch, heads, seqlen_q,
@@ -65,7 +56,6 @@ def error_of(result: object, compared: Compared) -> float:
     """
     out = result[0] if isinstance(result, tuple) else result
     assert isinstance(out, Tensor)
-    layout, chosen, expected = compared
     rows = pick(out, layout.problem, layout.lengths, *chosen)
     ratio = float(worst_ratio(rows, expected.out, expected.allowed))
     return math.inf if math.isnan(ratio) else ratio

@@ -194,16 +194,23 @@ def print_heading(out: Console, title: str) -> None:
         out.print(plain(title))
 
 
-def print_rows(heads: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> None:
-    """Prints rows under their heads. Cells that are too long for the terminal are folded at words."""
+def grid(
+    heads: Sequence[str], rows: Iterable[Iterable[str]], right: Sequence[str] = (), *, framed: bool = False
+) -> Table:
+    """Returns a table. The columns of `right` are right-aligned. Only `framed` tables have lines."""
     from rich.table import Table
 
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in heads:
-        table.add_column(name)
+    table = Table() if framed else Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for head in heads:
+        table.add_column(head, justify="right" if head in right else "left")
     for row in rows:
-        table.add_row(*map(plain, row))
-    console().print(table)
+        table.add_row(*row)
+    return table
+
+
+def print_rows(heads: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> None:
+    """Prints rows under their heads. Cells that are too long for the terminal are folded at words."""
+    console().print(grid(heads, (map(plain, row) for row in rows)))
 
 
 def quantity(count: int) -> str:

@@ -15,10 +15,8 @@ from flashtune.core.features.records import ExtraInputs
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Causal, Problem
 from flashtune.core.target import device_target
-from flashtune.dispatch import platform
 from flashtune.dispatch.tables import Tables
 from flashtune.request.quantization import quantize
-from flashtune.runtime.session import SESSION
 from flashtune.templates.family import Family
 from flashtune.templates.registry import families
 from flashtune.verification.cases import Level
@@ -26,6 +24,7 @@ from flashtune.verification.check import check_kernel, check_rendered
 from flashtune.verification.reference.forward import expect, sample
 from flashtune.verification.tolerance import worst_ratio
 from tests.problems.plain_e4m3 import CONFIG, MISTAKES, PROBLEM, plain_e4m3
+from tests.support.runtime import Tuned, using
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::flashtune.core.notices.FlashtuneWarning")]
 
@@ -103,15 +102,13 @@ class Inputs(NamedTuple):
 
 
 @pytest.fixture
-def inputs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Inputs]:
+def inputs() -> Iterator[Inputs]:
     """Inputs of head dim 128; nothing is tuned, whatever ships for this GPU."""
     problem = testing.problem(
         "heads=8,kv_heads=2,seqlen_q=500,seqlen_kv=700,head_dim=128,dtype=e4m3,causal,batch=2"
     )
     if not quantized_families(problem):
         pytest.skip("no family takes quantised inputs")
-    monkeypatch.setattr(platform, "tuned_records", lambda _: Tables({}, {}))
-    SESSION.forget()
     generator = torch.Generator("cuda").manual_seed(5)
     shapes = ((2, 8, 500, 128), (2, 2, 700, 128), (2, 2, 700, 128))
     sizes = (3.0, 0.2, 40.0)
@@ -120,8 +117,8 @@ def inputs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Inputs]:
         for shape, size in zip(shapes, sizes, strict=True)
     ]
     (q, q_scale), (k, k_scale), (v, v_scale) = pairs
-    yield Inputs(problem, (q, k, v), {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale})
-    SESSION.forget()
+    with using(Tuned(Tables({}, {}))):
+        yield Inputs(problem, (q, k, v), {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale})
 
 
 def assert_right(inputs: Inputs, out: Tensor, scales: Named, scale: float | None = None) -> None:

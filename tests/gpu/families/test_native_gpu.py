@@ -11,20 +11,20 @@ import flashtune
 from flashtune.core.errors import KernelError
 from flashtune.core.notices import FlashtuneWarning
 from flashtune.core.record import Selection
-from flashtune.core.target import device_target
+from flashtune.core.target import Target, device_target
 from flashtune.db.eligibility import by_problem
 from flashtune.db.store import Store, open_store
-from flashtune.dispatch import platform
+from flashtune.dispatch.bound_request import KernelKey
 from flashtune.dispatch.tables import Tables
 from flashtune.request.call import dense_call
 from flashtune.request.read_call import read_call
-from flashtune.runtime.kernel_loader import LoadedKernel
-from flashtune.runtime.session import SESSION
+from flashtune.runtime.kernel_loader import KernelLoader, LoadedKernel
 from flashtune.templates.registry import find_family
 from flashtune.tuner.search.driver import run_search
 from flashtune.tuner.search.request import Budget, SearchRequest, SearchResult
 from tests.gpu.hopper.hopper_calls import NATIVE, assert_right, attention, tensors
 from tests.gpu.marks import ON_HOPPER, SERVED
+from tests.support.runtime import Tuned, using
 
 pytestmark = [
     *SERVED,
@@ -38,17 +38,21 @@ def family_of(*inputs: Tensor) -> str:
     return told.selection.record.family
 
 
-def test_failed_native_kernel_is_replaced_by_a_portable_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = SESSION.loader.load
+class PortableLoader(KernelLoader):
+    """Refuses native kernels."""
 
-    def refuse_native(selection: Selection, *rest: object) -> LoadedKernel:
+    def load(self, selection: Selection, target: Target, key: KernelKey) -> LoadedKernel:
         if selection.record.family == NATIVE:
             raise KernelError("AttributeError: this Triton calls it otherwise")
-        return real(selection, *rest)  # type: ignore[arg-type]
+        return super().load(selection, target, key)
 
-    monkeypatch.setattr(SESSION.loader, "load", refuse_native)
+
+def test_failed_native_kernel_is_replaced_by_a_portable_one() -> None:
     q, k, v = tensors()
-    with pytest.warns(FlashtuneWarning, match="calls it otherwise, so a default config serves"):
+    with (
+        using(loader=PortableLoader()),
+        pytest.warns(FlashtuneWarning, match="calls it otherwise, so a default config serves"),
+    ):
         out = attention(q, k, v)
     assert_right(out, q, k, v)
 
@@ -67,9 +71,7 @@ def searched(store: Store) -> SearchResult:
 
 
 @pytest.mark.slow
-def test_joint_search_stores_a_fallback_for_other_tensors(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_joint_search_stores_a_fallback_for_other_tensors(store: Store) -> None:
     result = searched(store)
     assert result.best is not None
     if find_family(result.best.family).interpreted:
@@ -79,8 +81,8 @@ def test_joint_search_stores_a_fallback_for_other_tensors(
     assert result.best.resources.warps in (8, 12, 16)
     assert result.fallback is not None
     records = [row.record for row in (*store.selections(), *store.fallbacks())]
-    monkeypatch.setattr(platform, "tuned_records", lambda _: Tables(by_problem(records), {}))
     inputs = tensors()
-    assert family_of(*inputs) == result.best.family
     odd = [torch.nn.functional.pad(tensor, (0, 1))[..., :-1] for tensor in inputs]
-    assert family_of(*odd) == result.fallback.family
+    with using(Tuned(Tables(by_problem(records), {}))):
+        assert family_of(*inputs) == result.best.family
+        assert family_of(*odd) == result.fallback.family

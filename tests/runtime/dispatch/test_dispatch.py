@@ -162,7 +162,7 @@ def test_distance_is_in_octaves_and_ties_are_broken_by_key(problem: Problem, mak
 
 def test_sdpa_serves_unless_the_kernel_is_faster_beyond_noise(problem: Problem, make_record: Make) -> None:
     def peer(ms: float, name: str = "sdpa-cudnn", usual: str | None = "sdpa-cudnn") -> str | None:
-        return faster_peer(measured(make_record(problem, ms=1.0, peers={name: ms})), problem, usual)
+        return faster_peer((measured(make_record(problem, ms=1.0, peers={name: ms})),), problem, usual)
 
     assert peer(0.9) == "sdpa-cudnn"
     assert peer(0.985) == peer(1.005) == "sdpa-cudnn"
@@ -171,22 +171,22 @@ def test_sdpa_serves_unless_the_kernel_is_faster_beyond_noise(problem: Problem, 
     assert peer(0.5, usual=None) is None
     assert peer(0.5, "unfused", None) == "unfused"
     assert peer(0.995, "unfused", None) is None, "scores in memory must be worth it"
-    assert faster_peer(measured(make_record(problem, measurement=None)), problem, "sdpa-cudnn") is None
+    assert faster_peer((measured(make_record(problem, measurement=None)),), problem, "sdpa-cudnn") is None
 
 
 def test_unfused_attention_does_not_serve_much_longer_problems(problem: Problem, make_record: Make) -> None:
     record = measured(make_record(problem, ms=1.0, peers={"unfused": 0.5, "sdpa-cudnn": 0.9}))
     longer = msgspec.structs.replace(problem, seqlen_q=16384, seqlen_kv=16384)
-    assert faster_peer(record, problem, "sdpa-cudnn") == "unfused"
-    assert faster_peer(record, longer, "sdpa-cudnn") == "sdpa-cudnn"
-    assert faster_peer(record, longer, None) is None
+    assert faster_peer((record,), problem, "sdpa-cudnn") == "unfused"
+    assert faster_peer((record,), longer, "sdpa-cudnn") == "sdpa-cudnn"
+    assert faster_peer((record,), longer, None) is None
 
 
 def test_selected_baseline_serves_only_eligible_calls(problem: Problem, make_record: Make) -> None:
     baseline = make_record(problem, family="sdpa", config=None, kernel=None)
     tuned = tables((baseline,))
     assert select(problem, TARGET, tuned, generated=False).record is baseline
-    assert faster_peer(measured(baseline), problem, None) == "sdpa"
+    assert faster_peer((measured(baseline),), problem, None) == "sdpa"
     assert select(problem, TARGET, tuned, generated=True).source == "default"
 
 

@@ -13,7 +13,7 @@ from flashtune.core.kernel import Kernel, Specialization
 from flashtune.core.mask_sharing import MaskSharing, distinct_ways, narrowed, nearest_way
 from flashtune.core.problem import Bias, Causal, Direction, Dtype, Problem
 from flashtune.core.record import PeerTime, Record, Selection, SharedTime, VerificationStatus
-from flashtune.dispatch.faster_peers import faster_peer, faster_peer_of_pair
+from flashtune.dispatch.faster_peers import faster_peer
 from flashtune.dispatch.lookup import select
 from flashtune.dispatch.masked_sdpa import sharing_of, timed_ways
 from flashtune.dispatch.tables import Tables
@@ -140,30 +140,30 @@ def test_shared_mask_times_decide_at_a_tuned_shape(
     shared = [(HEADS, 0.9, {CUDNN: peer}), (BATCH, 0.9, {CUDNN: 1.5})]
     record = record_of(make_record, biased, {CUDNN: 1.4}, shared)
     selection = Selection(record=record, standing=VerificationStatus.TIMED)
-    assert faster_peer(selection, biased, CUDNN, HEADS) == expected
-    assert faster_peer(selection, biased, CUDNN, BATCH) is None
-    assert faster_peer(selection, biased, CUDNN) is None
+    assert faster_peer((selection,), biased, CUDNN, HEADS) == expected
+    assert faster_peer((selection,), biased, CUDNN, BATCH) is None
+    assert faster_peer((selection,), biased, CUDNN) is None
     # Of this way there are no times, and those with an unshared mask decide.
-    assert faster_peer(selection, biased, CUDNN, HEADS_AND_ROWS) is None
+    assert faster_peer((selection,), biased, CUDNN, HEADS_AND_ROWS) is None
     unshared = record_of(make_record, biased, {CUDNN: 0.5}, [(HEADS, 0.4, {CUDNN: 0.5})])
     selection = Selection(record=unshared, standing=VerificationStatus.TIMED)
-    assert faster_peer(selection, biased, CUDNN, HEADS) is None
-    assert faster_peer(selection, biased, CUDNN, HEADS_AND_ROWS) == CUDNN
-    assert faster_peer(selection, biased, CUDNN) == CUDNN
+    assert faster_peer((selection,), biased, CUDNN, HEADS) is None
+    assert faster_peer((selection,), biased, CUDNN, HEADS_AND_ROWS) == CUDNN
+    assert faster_peer((selection,), biased, CUDNN) == CUDNN
 
 
 def test_backend_without_a_shared_mask_time_does_not_serve_it(biased: Problem, make_record: Make) -> None:
     record = record_of(make_record, biased, {CUDNN: 0.5}, [(HEADS, 0.9, {"sdpa-efficient": 0.8})])
     selection = Selection(record=record, standing=VerificationStatus.TIMED)
-    assert faster_peer(selection, biased, CUDNN, HEADS) is None
-    assert faster_peer(selection, biased, "sdpa-efficient", HEADS) == "sdpa-efficient"
+    assert faster_peer((selection,), biased, CUDNN, HEADS) is None
+    assert faster_peer((selection,), biased, "sdpa-efficient", HEADS) == "sdpa-efficient"
 
 
 def test_unfused_attention_uses_its_time_without_sharing(biased: Problem, make_record: Make) -> None:
     record = record_of(make_record, biased, {UNFUSED: 0.5}, [(HEADS, 0.6, {}), (BATCH, 0.4, {})])
     selection = Selection(record=record, standing=VerificationStatus.TIMED)
-    assert faster_peer(selection, biased, None, HEADS) == UNFUSED
-    assert faster_peer(selection, biased, None, BATCH) is None
+    assert faster_peer((selection,), biased, None, HEADS) == UNFUSED
+    assert faster_peer((selection,), biased, None, BATCH) is None
 
 
 def test_forecasts_are_scaled_by_the_sharing_ratio_of_the_nearest_shape(
@@ -178,7 +178,7 @@ def test_forecasts_are_scaled_by_the_sharing_ratio_of_the_nearest_shape(
         tables = Tables({biased.key: (record,)}, {})
         selection = select(other, TARGET, tables, Specialization(), generated=True)
         assert selection.forecast is not None
-        return faster_peer(selection, other, CUDNN, sharing)
+        return faster_peer((selection,), other, CUDNN, sharing)
 
     halved = (HEADS, 1.0, {CUDNN: 0.6})
     assert served(HEADS) is None, "without times with shared masks"
@@ -198,7 +198,7 @@ def test_measured_and_forecast_passes_are_compared_as_forecasts(biased: Problem,
             select(problem, TARGET, tables, Specialization(), generated=True) for problem in (biased, other)
         )
         assert (measured.forecast is None, expected.forecast is None) == (True, False)
-        return faster_peer_of_pair(measured, expected, biased, CUDNN)
+        return faster_peer((measured, expected), biased, CUDNN)
 
     assert pair(1.0) is None, "equal times are no reason where one is expected"
     assert pair(0.9) == CUDNN
@@ -209,8 +209,8 @@ def test_nearest_shape_provides_times_of_equivalent_sharings(biased: Problem, ma
     record = record_of(make_record, near, {CUDNN: 1.2}, [(HEADS, 1.0, {CUDNN: 0.5})])
     tables = Tables({near.key: (record,)}, {})
     selection = select(biased, TARGET, tables, Specialization(), generated=True)
-    assert faster_peer(selection, biased, CUDNN, BATCH_AND_HEADS) == CUDNN
-    assert faster_peer(selection, biased, CUDNN, BATCH) is None
+    assert faster_peer((selection,), biased, CUDNN, BATCH_AND_HEADS) == CUDNN
+    assert faster_peer((selection,), biased, CUDNN, BATCH) is None
 
 
 # Calls

@@ -73,7 +73,7 @@ def test_untuned_shape_is_compared_by_estimated_times(records: tuple[Record, ...
     assert peers[CUDNN] < 0.98 * nearest.ms
     expected = {peer.name: peer.ms for peer in selection.forecast.peers}
     assert 1.2 < expected[CUDNN] / selection.forecast.ms < 1.5
-    assert faster_peer(selection, problem, CUDNN) is None
+    assert faster_peer((selection,), problem, CUDNN) is None
 
 
 def test_untuned_head_dim_uses_configs_of_the_next_wider_one(records: tuple[Record, ...]) -> None:
@@ -163,7 +163,7 @@ def test_records_of_the_other_16_bit_type_are_used(problem: Problem, make_record
     other = msgspec.structs.replace(problem, dtype=Dtype.FP16)
     selection = selected(other, (record,))
     assert (selection.source, selection.record.problem.dtype) == ("estimated", Dtype.FP16)
-    assert faster_peer(selection, other, CUDNN) == CUDNN
+    assert faster_peer((selection,), other, CUDNN) == CUDNN
     wide = msgspec.structs.replace(problem, dtype=Dtype.FP32)
     assert selected(wide, (record,)).source == "default"
 

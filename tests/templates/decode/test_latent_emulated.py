@@ -135,6 +135,7 @@ def test_dense(config: dict[str, Any], causal: Causal, shape: tuple[int, int, in
 
 
 @pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize(("config", "queries"), [(EARLY, 2), (LATE, 1), (SPLIT, 2)])
 @pytest.mark.parametrize("page", [0, 16, 32, 64, 128])
 def test_lengths_on_the_device(config: dict[str, Any], queries: int, page: int) -> None:
@@ -195,6 +196,7 @@ def test_emulator_detects_broken_kernels() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize("config", [EARLY, SPLIT], ids=["early", "split"])
 @pytest.mark.parametrize("causal", [Causal.NONE, Causal.BOTTOM_RIGHT])
 @pytest.mark.parametrize("page", [0, 16, 64])

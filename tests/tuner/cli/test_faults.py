@@ -121,7 +121,6 @@ def test_full_temporary_folder(setup: Place, disk: Callable[[int], tuple[Path, C
     # Triton writes assembly and binaries there, of which the first do not fit.
     folder, limit = disk(24 << 10)
     setup.refused(rf"{NO_SPACE}.*; {GOES_ON}", {"TMPDIR": str(folder)}, limit)
-    setup.ends_well({})
 
 
 @pytest.mark.slow
@@ -182,7 +181,6 @@ def test_memory_limit(setup: Place, mebibytes: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (mebibytes << 20, mebibytes << 20))
 
     setup.refused(f"the limit of {mebibytes} MiB of memory is too low.*raise the limit", {}, limit)
-    setup.ends_well({})
 
 
 @pytest.mark.slow
@@ -218,4 +216,3 @@ def test_killed_and_unrunnable_ptxas(setup: Place) -> None:
     )
     tool.chmod(0o755)
     setup.refused(rf"ptxas was killed \(signal 9\).*; {GOES_ON}", {"TRITON_PTXAS_PATH": str(tool)})
-    setup.ends_well({})

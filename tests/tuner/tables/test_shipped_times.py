@@ -137,5 +137,5 @@ def test_sdpa_serves_where_its_usual_backend_was_faster(gpu: str) -> None:
             continue
         selection = Selection(record=record, standing=VerificationStatus.TIMED)
         lost += 1
-        assert faster_peer(selection, record.problem, fastest) == fastest
+        assert faster_peer((selection,), record.problem, fastest) == fastest
     assert lost

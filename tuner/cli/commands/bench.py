@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import click
 import msgspec
@@ -124,7 +124,6 @@ def command(
     if lacks_plotly and markdown_file is None and save_file is None:
         # Fail before the measurements if nothing could be written after them.
         require_plotly()
-    files = Files(save_file, markdown_file, None if lacks_plotly else plot_file)
     figures = _figures(against_file)
     if load_file is not None:
         if problems or grids:
@@ -136,21 +135,13 @@ def command(
             os.environ[DATABASE_VARIABLE] = db
         listed, chosen = _all_problems(problems, grids), _chosen_peers(peers, no_peers)
         request = BenchRequest(listed, device, chosen, rounds, command_line(), sustained)
-        run = _timed(request, figures, files, as_json)
+        run = _timed(request, figures, save_file, as_json)
     report = report_of(run, figures)
     if figures is not None and report.against is None:
         note(f"no shape of this run can be compared with {against_file}: --grid paper has its cases")
-    _finish(report, files, as_json)
+    _finish(report, save_file, markdown_file, None if lacks_plotly else plot_file, as_json)
     if lacks_plotly:
         require_plotly()
-
-
-class Files(NamedTuple):
-    """Files for the results, in addition to the screen."""
-
-    save: Path | None
-    markdown: Path | None
-    plot: Path | None
 
 
 def _figures(path: Path | None) -> PeerFile | None:
@@ -182,7 +173,7 @@ def _chosen_peers(peers: tuple[str, ...], no_peers: bool) -> tuple[str, ...]:
     return check_peers(peers) if peers else installed_peers()
 
 
-def _timed(request: BenchRequest, figures: PeerFile | None, files: Files, as_json: bool) -> BenchRun:
+def _timed(request: BenchRequest, figures: PeerFile | None, save: Path | None, as_json: bool) -> BenchRun:
     """Runs the request. Shows and saves each result as it arrives."""
     from flashtune.tuner.bench.driver import report_of, run_benches
     from flashtune.tuner.cli.report.bench_terminal import show_bench
@@ -190,8 +181,8 @@ def _timed(request: BenchRequest, figures: PeerFile | None, files: Files, as_jso
     def watch(run: BenchRun) -> None:
         if not as_json:
             show_bench(run.benches[-1], len(request.problems))
-        if files.save is not None:
-            _save(files.save, report_of(run, figures))
+        if save is not None:
+            _save(save, report_of(run, figures))
 
     return run_benches(request, watch)
 
@@ -212,7 +203,9 @@ def _save(path: Path, report: Report) -> None:
     write_file(path, msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
 
 
-def _finish(report: Report, files: Files, as_json: bool) -> None:
+def _finish(
+    report: Report, save: Path | None, markdown_file: Path | None, plot: Path | None, as_json: bool
+) -> None:
     """Shows the summaries of all results and writes the files.
 
     Raises:
@@ -228,12 +221,12 @@ def _finish(report: Report, files: Files, as_json: bool) -> None:
         print_json(report)
     else:
         show_summary(report)
-    if files.save is not None:
-        _save(files.save, report)
-    if files.markdown is not None:
-        write_file(files.markdown, markdown(report).encode())
-    if files.plot is not None:
-        write_file(files.plot, plot_page(report.run).encode())
+    if save is not None:
+        _save(save, report)
+    if markdown_file is not None:
+        write_file(markdown_file, markdown(report).encode())
+    if plot is not None:
+        write_file(plot, plot_page(report.run).encode())
     wrong = [bench.problem.key for bench in report.run.benches if bench.row(OURS) is None]
     if wrong:
         raise VerificationError(

@@ -10,7 +10,16 @@ import click
 from flashtune.core.errors import KernelError
 from flashtune.tuner.cli.command import flashtune_command
 from flashtune.tuner.cli.options import family_option, json_option, quiet_options, target_option
-from flashtune.tuner.cli.output import console, note, print_json, print_table, progress_bars, say, table
+from flashtune.tuner.cli.output import (
+    console,
+    grid,
+    note,
+    print_json,
+    print_table,
+    progress_bars,
+    say,
+    table,
+)
 
 if TYPE_CHECKING:
     from flashtune.core.target import Target
@@ -119,15 +128,8 @@ def markdown_parts(audit: Audit) -> tuple[str, ...]:
 
 
 def _print(audit: Audit) -> None:
-    from rich.table import Table
-
     for heads, rows in _tables(audit):
-        shown = Table()
-        for head in heads:
-            shown.add_column(head, justify="left" if head in NAMES else "right")
-        for cells in rows:
-            shown.add_row(*cells)
-        print_table(console(), shown)
+        print_table(console(), grid(heads, rows, [head for head in heads if head not in NAMES], framed=True))
     say(_summary(audit))
 
 

@@ -19,7 +19,7 @@ from flashtune.tuner.bench.results import (
     speed_of,
 )
 from flashtune.tuner.bench.summary import Against
-from flashtune.tuner.cli.output import console, note, plain, print_table, say
+from flashtune.tuner.cli.output import console, grid, note, plain, print_table, say
 from flashtune.tuner.workloads.work import Unit, is_decode, unit_of
 
 # Name of the ceilings in lists of contestants.
@@ -118,12 +118,8 @@ def show_bench(bench: Bench, problems: int) -> None:
 
 def bench_table(bench: Bench) -> Table:
     """Returns a table with one line for each contestant."""
-    table = Table()
-    for number, header in enumerate(headers(bench)):
-        table.add_column(header, justify="left" if number == 0 else "right")
-    for row in bench.rows:
-        table.add_row(*map(plain, cells(bench, row)))
-    return table
+    heads = headers(bench)
+    return grid(heads, (map(plain, cells(bench, row)) for row in bench.rows), heads[1:], framed=True)
 
 
 def bench_line(bench: Bench) -> str:

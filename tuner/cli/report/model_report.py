@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flashtune.tuner.analysis.model_overview import Overview, Point, Way
-from flashtune.tuner.cli.output import UNFOLDED, plain, print_heading, quantity
+from flashtune.tuner.cli.output import UNFOLDED, grid, plain, print_heading, quantity
 from flashtune.tuner.workloads.model_sizes import Phase
 
 if TYPE_CHECKING:
@@ -78,12 +78,8 @@ def print_overview(out: Console, overview: Overview) -> None:
 
 
 def _table(*columns: Column) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for column in columns:
-        table.add_column(column.head, justify="right")
-    for row in zip(*(column.cells for column in columns), strict=True):
-        table.add_row(*row)
-    return table
+    heads = [column.head for column in columns]
+    return grid(heads, zip(*(column.cells for column in columns), strict=True), heads)
 
 
 def _pair(head: str, overview: Overview, cell: Callable[[Way], str]) -> tuple[Column, Column]:

@@ -179,6 +179,7 @@ def test_dense_attention(config: dict[str, Any], causal: Causal) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sampled
 @CONFIGS
 @pytest.mark.parametrize(
     ("causal", "window"),

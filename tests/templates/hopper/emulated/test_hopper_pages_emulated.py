@@ -161,6 +161,7 @@ def a_scaled(page_size: int, *, packed: bool, **changes: Any) -> Problem:
 
 
 @pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize(("config", "packed"), [(SMALL, True), (THREE, False), (ALONE, True)])
 @pytest.mark.parametrize("page_size", [1, 2, 4, 8, 16, 32, 64, 128, 256])
 def test_page_sizes(config: dict[str, Any], page_size: int, packed: bool) -> None:
@@ -170,6 +171,7 @@ def test_page_sizes(config: dict[str, Any], page_size: int, packed: bool) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize("layout", ["nhd", "hnd", "side by side"])
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
 def test_strides_of_caches(layout: str, packed: bool) -> None:
@@ -181,6 +183,7 @@ def test_strides_of_caches(layout: str, packed: bool) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("causal", "config"),
     [(Causal.NONE, SMALL), (Causal.TOP_LEFT, THREE), (Causal.BOTTOM_RIGHT, ALONE)],
@@ -198,6 +201,7 @@ def test_masks(config: dict[str, Any], causal: Causal, window: dict[str, int]) -
 
 
 @pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize("causal", [Causal.NONE, Causal.BOTTOM_RIGHT])
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
 @pytest.mark.parametrize("page_size", [1, 16, 64])
@@ -209,6 +213,7 @@ def test_lengths_out_of_bounds_are_clamped(causal: Causal, packed: bool, page_si
 
 
 @pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("packed", "window"), [(True, {}), (False, {"window_left": 70})], ids=["packed", "dense, window"]
 )
@@ -231,6 +236,7 @@ def test_eight_bit_caches(packed: bool, stored: KvDtype, scale: KvScale, window:
 
 
 @pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize(("packed", "stored"), [(True, UNSCALED), (False, SCALED)], ids=["packed", "dense"])
 @pytest.mark.parametrize(
     "features",
@@ -249,6 +255,7 @@ def test_features_of_eight_bit_caches(packed: bool, stored: dict[str, Any], feat
 
 
 @pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize("page_size", [8, 32, 128])
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
 def test_scales_of_pages(page_size: int, packed: bool) -> None:
@@ -313,6 +320,18 @@ def test_a_stage_keeps_its_scales_until_it_is_released() -> None:
         assert "k.release(k_state)" in lines[number + 2]
 
 
+def an_integer_cache(dtype: Dtype) -> Problem:
+    stored: dict[str, Any] = {"kv_dtype": KvDtype.INT8, "kv_scale": KvScale.HEAD}
+    return a_paged(16, packed=True, head_dim=64, value_head_dim=64, dtype=dtype, **stored)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [Dtype.FP16, Dtype.BF16])
+def test_integers_of_both_types(dtype: Dtype) -> None:
+    problem = an_integer_cache(dtype)
+    assert worst_error(kernel_of(problem, **SMALL), problem, MIXED) < 1e-12
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "right", "wrong"),
@@ -326,11 +345,8 @@ def test_a_stage_keeps_its_scales_until_it_is_released() -> None:
     ],
 )
 def test_emulator_detects_wrong_integers(dtype: Dtype, right: str, wrong: str) -> None:
-    stored: dict[str, Any] = {"kv_dtype": KvDtype.INT8, "kv_scale": KvScale.HEAD}
-    problem = a_paged(16, packed=True, head_dim=64, value_head_dim=64, dtype=dtype, **stored)
-    kernel = kernel_of(problem, **SMALL)
-    assert worst_error(kernel, problem, MIXED) < 1e-12
-    assert not worst_error(broken(kernel, right, wrong), problem, MIXED) < 1e-3
+    problem = an_integer_cache(dtype)
+    assert not worst_error(broken(kernel_of(problem, **SMALL), right, wrong), problem, MIXED) < 1e-3
 
 
 @pytest.mark.slow
