@@ -35,23 +35,17 @@ Kind = TypeVar("Kind")
 
 
 class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The source of a result.
+    """The source of a result."""
 
-    Attributes:
-        command: The command line.
-        date: The day of the run, or, where the run did not record it, of the commit that added the file.
-        gpu: The GPU's name; `none` where no GPU was used.
-        torch, triton, driver: Versions; `none` if not used.
-        note: Remarks, such as an edit by hand.
-    """
-
-    command: str
+    command: str  # The command line.
+    # The day of the run, or, where the run did not record it, of the commit that added the file.
     date: datetime.date
-    gpu: str
+    gpu: str  # The GPU's name; `none` where no GPU was used.
+    # torch, triton, driver: Versions; `none` if not used.
     torch: str
     triton: str
     driver: str
-    note: str = ""
+    note: str = ""  # Remarks, such as an edit by hand.
 
 
 class Saved(msgspec.Struct, Generic[Kind], frozen=True, forbid_unknown_fields=True):

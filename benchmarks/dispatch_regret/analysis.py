@@ -73,23 +73,16 @@ class RegretReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Figures(msgspec.Struct, frozen=True):
-    """Regrets over many points: how much longer dispatch's choice takes than the best, as a share.
+    """Regrets over many points: how much longer dispatch's choice takes than the best, as a share."""
 
-    Attributes:
-        share: Of the table's anchors that dispatch was given.
-        anchors: How many those are.
-        points: How many shapes.
-        median, p95, worst: Of the regrets.
-        unknown: Shapes at which dispatch's choice was not timed; they count nowhere else.
-    """
-
-    share: float
-    anchors: int
-    points: int
+    share: float  # Of the table's anchors that dispatch was given.
+    anchors: int  # How many those are.
+    points: int  # How many shapes.
+    # median, p95, worst: Of the regrets.
     median: float
     p95: float
     worst: float
-    unknown: int
+    unknown: int  # Shapes at which dispatch's choice was not timed; they count nowhere else.
 
 
 def draw_problems(count: int, seed: int, anchors: Iterable[Problem]) -> tuple[Problem, ...]:

@@ -13,7 +13,6 @@ import argparse
 import gc
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,11 +22,10 @@ import torch
 
 import flashtune.integrations
 import flashtune.integrations.transformers
-from benchmarks.integrations.models import WARM_UPS
+from benchmarks.integrations.models import VOCABULARY, WARM_UPS, elapsed
 from benchmarks.saved import save
 from flashtune.integrations.host_library import host_library
 
-VOCABULARY = 2048
 ROUNDS = 9
 # Runs of each of transformers' implementations, of which the fastest counts.
 TRIALS = 3
@@ -191,7 +189,7 @@ def measured(
         use(model, backend)
         try:
             run()
-            trials[backend] = min(timed(run) for _ in range(TRIALS))
+            trials[backend] = min(elapsed(run) for _ in range(TRIALS))
         except Exception as failure:  # noqa: BLE001 - an implementation that fails is not the best one
             trials[backend] = f"{type(failure).__name__}: {failure}"[:200]
             model.zero_grad(set_to_none=True)
@@ -207,22 +205,13 @@ def measured(
     for number in range(-1, options.rounds):
         for backend in (fastest, ours) if number % 2 else (ours, fastest):
             use(model, backend)
-            ms = timed(run)
+            ms = elapsed(run)
             if number >= 0:
                 samples[backend].append(ms)
     theirs, own = tuple(samples[fastest]), tuple(samples[ours])
     return Row(
         name, fastest, theirs, own, statistics.median(theirs) / statistics.median(own), trials, version
     )
-
-
-def timed(run: Callable[[], None]) -> float:
-    """Returns the time of one run, in ms."""
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    run()
-    torch.cuda.synchronize()
-    return 1e3 * (time.perf_counter() - start)
 
 
 if __name__ == "__main__":

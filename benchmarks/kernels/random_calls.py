@@ -3,7 +3,6 @@
     python -m benchmarks.kernels.random_calls                  # 300 calls, at most four minutes
     python -m benchmarks.kernels.random_calls --count 40 --seed 7
     python -m benchmarks.kernels.random_calls --only fp32      # calls with a text in their names
-    python -m benchmarks.kernels.random_calls --load FILE      # prints what was measured; needs no GPU
 
 SDPA chooses its backend. For gradients with a mask it is the memory-efficient one, because those of cuDNN are
 NaN at some lengths. Both get the same tensors and mask. SDPA gets copies of tensors whose addresses or
@@ -28,23 +27,19 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from benchmarks.kernels.fastest import LEAST, judged
-from benchmarks.saved import RESULTS, load, save
 from flashtune.core.errors import FlashtuneError, UsageError
 from flashtune.launch.compilation import first_line
-from flashtune.tuner.cli.output import table
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-SCRIPT = "benchmarks/kernels/random_calls.py"
 DTYPES = ("bf16", "bf16", "fp16", "fp32")
 HEAD_DIMS = (16, 32, 40, 64, 64, 72, 80, 96, 128, 128, 128, 160, 192, 256)
 HEADS = (1, 2, 4, 8, 12, 16, 32, 64)
@@ -63,7 +58,6 @@ TOLERANCES = {"bf16": 2.0**-5, "fp16": 2.0**-8, "fp32": 2.0**-8}
 ALIGNMENT = 16
 FEW, MANY = 5, 9
 LONG_MS = 1.0
-WORST = 25
 PROCESSES = 14
 
 
@@ -136,24 +130,14 @@ class Row(msgspec.Struct, frozen=True):
     skipped: str = ""  # Why there is no comparison, such as an error of SDPA, or empty.
 
 
-class Report(msgspec.Struct, frozen=True):
-    """All rows, the number of calls that were not reached, and the seconds of both phases."""
-
-    rows: tuple[Row, ...]
-    not_reached: int
-    warm_seconds: float
-    seconds: float
-
-
 def main() -> None:
-    """Measures or loads, prints, writes, and exits with 1 if a call does not meet the bound."""
+    """Measures, prints, and exits with 1 if a call does not meet the bound."""
     options = _options()
     try:
-        report = load(options.load, Report).rows if options.load else measured(options)
+        are_met = measured(options)
     except FlashtuneError as error:
         sys.exit(f"error: {error}")
-    print("\n".join(lines(report)))
-    sys.exit(1 if faults(report) else 0)
+    sys.exit(0 if are_met else 1)
 
 
 def _options() -> argparse.Namespace:
@@ -162,8 +146,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", metavar="TEXT", help="only calls with this text in their names")
     parser.add_argument("--seconds", type=float, default=240.0, help="limit of the run, compiling included")
-    parser.add_argument("--out", type=Path, help="file of the rows; a name in benchmarks/results by default")
-    parser.add_argument("--load", type=Path, metavar="FILE", help="print what was measured before")
     return parser.parse_args()
 
 
@@ -325,12 +307,12 @@ def warmed(call: RandomCall) -> str:
     return ""
 
 
-def measured(options: argparse.Namespace) -> Report:
-    """Returns the times of the calls of the options."""
+def measured(options: argparse.Namespace) -> bool:
+    """Times the calls of the options and prints those that do not meet the bound. Returns whether all do."""
     import torch
 
     if not torch.cuda.is_available():
-        raise UsageError("random_calls.py measures GPU time, and no GPU is visible here: pass --load FILE")
+        raise UsageError("random_calls.py measures GPU time, and no GPU is visible here: run it on one")
     warnings.simplefilter("ignore")
     started = time.monotonic()
     calls = [call for call in drawn(options.count, options.seed) if options.only in call.name]
@@ -340,7 +322,6 @@ def measured(options: argparse.Namespace) -> Report:
         for error in pool.imap_unordered(warmed, sorted(calls, key=lambda call: not call.has_gradients)):
             if error:
                 print(f"while compiling: {error}", flush=True)
-    warm_seconds = time.monotonic() - started
     rows: list[Row] = []
     stream = torch.cuda.Stream()
     for call in calls:
@@ -348,13 +329,16 @@ def measured(options: argparse.Namespace) -> Report:
             break
         with torch.cuda.stream(stream):
             rows.append(_attempted(call))
-        if rows[-1].failed or rows[-1].skipped or rows[-1].ratio < LEAST:
+        if rows[-1].skipped or _is_fault(rows[-1]):
             print(line(rows[-1]), flush=True)
         torch.cuda.empty_cache()
-    report = Report(tuple(rows), len(calls) - len(rows), warm_seconds, time.monotonic() - started)
-    name = torch.cuda.get_device_name().split()[1].lower()
-    save(options.out or RESULTS / f"nvidia-{name}-random-calls.json.gz", report)
-    return report
+    ratios = [row.ratio for row in rows if row.ratio]
+    if ratios:
+        mean = statistics.geometric_mean(ratios)
+        print(f"{len(ratios)} calls: geometric mean {mean:.3f}, worst {min(ratios):.3f}")
+    if len(rows) < len(calls):
+        print(f"{len(calls) - len(rows)} calls were not reached")
+    return len(rows) == len(calls) and not any(map(_is_fault, rows))
 
 
 def _attempted(call: RandomCall) -> Row:
@@ -408,14 +392,6 @@ def _timed(run: Callable[[], object], peer: Callable[[], object]) -> tuple[float
     return own.ms, {"sdpa": other.ms}
 
 
-def faults(report: Report) -> list[Row]:
-    """Returns the rows that do not meet the bound, and a row for the calls that were not reached."""
-    rows = [row for row in report.rows if _is_fault(row)]
-    if report.not_reached:
-        rows.append(Row(f"{report.not_reached} calls", failed="not reached"))
-    return rows
-
-
 def _is_fault(row: Row) -> bool:
     if row.skipped:
         return False
@@ -423,44 +399,13 @@ def _is_fault(row: Row) -> bool:
     return bool(row.failed) or row.ratio < LEAST or not row.difference <= 1
 
 
-def lines(report: Report) -> Iterator[str]:
-    """Yields the summary in Markdown, then the slowest calls."""
-    compared = sorted((row for row in report.rows if row.ratio), key=lambda row: row.ratio)
-    heads = (
-        "calls",
-        "geometric mean",
-        "worst",
-        f"below {LEAST}",
-        "by SDPA",
-        "wrong",
-        "failed",
-        "not compared",
-    )
-    if compared:
-        cells = (
-            len(report.rows) + report.not_reached,
-            f"{statistics.geometric_mean(row.ratio for row in compared):.3f}",
-            f"{compared[0].ratio:.3f}",
-            sum(row.ratio < LEAST for row in compared),
-            sum(row.server == "sdpa" for row in compared),
-            sum(not row.difference <= 1 for row in compared),
-            sum(bool(row.failed) for row in report.rows),
-            sum(bool(row.skipped) for row in report.rows) + report.not_reached,
-        )
-        yield from table(heads, [[str(cell) for cell in cells]])
-        yield ""
-    yield f"{report.warm_seconds:.0f} s for kernels, {report.seconds:.0f} s in all"
-    yield from (line(row) for row in report.rows if row.failed or row.skipped)
-    yield from (f"wrong by {row.difference:.3g}: {line(row)}" for row in compared if not row.difference <= 1)
-    yield from map(line, compared[:WORST])
-
-
 def line(row: Row) -> str:
     """Returns a row as one line."""
     if row.failed or row.skipped:
         return f"{row.call}: {'failed' if row.failed else 'not compared'}: {row.failed or row.skipped}"
     again = "".join(f" {ratio:.3f}" for ratio in row.again)
-    return f"{row.ratio:.3f} {row.call}: {row.server} {row.ms:.4f} ms, SDPA {row.sdpa_ms:.4f}{again}"
+    wrong = "" if row.difference <= 1 else f", wrong by {row.difference:.3g}"
+    return f"{row.ratio:.3f} {row.call}: {row.server} {row.ms:.4f} ms, SDPA {row.sdpa_ms:.4f}{again}{wrong}"
 
 
 if __name__ == "__main__":

@@ -49,21 +49,15 @@ GROUPS = (
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One shape.
+    """One shape."""
 
-    Attributes:
-        problem: The problem's key.
-        family: The family that dispatch selected.
-        ms, p20, p80: Its time.
-        over_first: `ms` over that of the first shape in its group.
-    """
-
-    problem: str
-    family: str
+    problem: str  # The problem's key.
+    family: str  # The family that dispatch selected.
+    # ms, p20, p80: Its time.
     ms: float
     p20: float
     p80: float
-    over_first: float
+    over_first: float  # `ms` over that of the first shape in its group.
 
 
 def main() -> None:

@@ -9,28 +9,19 @@ OUTCOMES = ("clean", "errors", "warnings", "failed", "refused")
 
 
 class Finding(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The finding of one tool for one kernel.
+    """The finding of one tool for one kernel."""
 
-    Attributes:
-        tool: The tool.
-        digest, family, label, shipped: The kernel, and whether it ships.
-        errors: Number of errors, and of hazards that the tool counts as errors.
-        warnings: Number of hazards of a lower level.
-        failed: Why there is no result, or empty.
-        first: The first report, or empty.
-        refused: The compiler's error, or empty.
-    """
-
-    tool: str
+    tool: str  # The tool.
+    # digest, family, label, shipped: The kernel, and whether it ships.
     digest: str
     family: str
     label: str
     shipped: bool
-    errors: int = 0
-    warnings: int = 0
-    failed: str = ""
-    first: str = ""
-    refused: str = ""
+    errors: int = 0  # Number of errors, and of hazards that the tool counts as errors.
+    warnings: int = 0  # Number of hazards of a lower level.
+    failed: str = ""  # Why there is no result, or empty.
+    first: str = ""  # The first report, or empty.
+    refused: str = ""  # The compiler's error, or empty.
 
     @property
     def outcome(self) -> str:

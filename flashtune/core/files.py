@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from flashtune.core.caches import CACHES, keep
+from flashtune.core.caches import keep
 
 POLL_SECONDS = 0.02
 OPENED = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -23,7 +23,7 @@ OPENED = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 # The open lock files of `alone_with`.
 _lock_files: set[int] = set()
 # Results of `lock_fault`.
-_lock_faults: dict[Path, str | None] = CACHES.cache()
+_lock_faults: dict[Path, str | None] = {}
 
 
 @contextlib.contextmanager

@@ -3,13 +3,13 @@
 import re
 import warnings
 
-from flashtune.core.caches import CACHES, keep
+from flashtune.core.caches import keep
 from flashtune.core.canonical import shape_text
 from flashtune.core.errors import Printable
 from flashtune.core.locks import ModuleLock
 from flashtune.core.problem import Problem
 
-_seen_messages: dict[str, bool] = CACHES.cache()
+_seen_messages: dict[str, bool] = {}
 _telling = ModuleLock()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -155,7 +154,6 @@ def find_target(name: str) -> Target:
     raise TargetError(f"there is no target {quoted(name)}: {nearest(wanted, names, cutoff=0.8)}")
 
 
-@functools.cache
 def device_target(index: int = 0) -> Target:
     """Returns the properties of a GPU of this machine: capacities from the device, rates from the table.
 

@@ -126,8 +126,10 @@ class BoundRequest:
         """
         none = (False, False, False)
         request, problem = self.request, self.request.problem
-        found = [specialization_of((view,), False) for view in self.views]
-        of_q, of_k, of_v = (not one.takes_descriptors(problem.dtype) for one in found)
+        specializations = [specialization_of((view,), False) for view in self.views]
+        of_q, of_k, of_v = (
+            not specialization.takes_descriptors(problem.dtype) for specialization in specializations
+        )
         odd = of_q, of_k, of_v
         if not any(odd) or interpreting() or problem.page_size or problem.mla:
             return none
@@ -140,7 +142,7 @@ class BoundRequest:
         if not aligned.takes_descriptors(problem.dtype):
             return none
         ms = copy_ms([tensor for tensor in read if tensor.is_meta], self.target)
-        worst = min(one.alignment for one in found)
+        worst = min(specialization.alignment for specialization in specializations)
         return odd if ms < _saved_ms(problem, self.target, worst) else none
 
     @functools.cached_property
@@ -166,8 +168,12 @@ class BoundRequest:
 
     def properties_of(self, tensors: BackwardTensors) -> Specialization:
         """Returns the properties that a backward kernel may assume of tensors in the kernels' layout."""
-        found = specialization_of(tensors.planned, self.request.return_lse, self.extra.bias)
-        return msgspec.structs.replace(found, constant_bias=True) if self.request.constant_bias else found
+        specialization = specialization_of(tensors.planned, self.request.return_lse, self.extra.bias)
+        return (
+            msgspec.structs.replace(specialization, constant_bias=True)
+            if self.request.constant_bias
+            else specialization
+        )
 
     def forward_tensors(self, device: torch.device | str = "meta") -> ForwardTensors:
         """Returns the tensors of the forward pass. New tensors on a device replace those that are copied."""

@@ -28,7 +28,7 @@ from flashtune.dispatch.faster_peers import (
     untimed_peer,
 )
 from flashtune.dispatch.lookup import default_selection, select, without_kernels
-from flashtune.dispatch.masked_sdpa import is_masked, known_refusal, sdpa_allowed
+from flashtune.dispatch.masked_sdpa import is_masked, sdpa_allowed
 from flashtune.dispatch.sdpa import has_hidden_keys
 from flashtune.dispatch.sdpa_times import EFFICIENT, MATH, related_peers
 from flashtune.dispatch.tables import Tables
@@ -63,7 +63,7 @@ class Backend(enum.StrEnum):
 class Decision(msgspec.Struct, frozen=True):
     """The backend of a request and the reason."""
 
-    backend: Backend  # The backend.
+    backend: Backend
     reason: str  # The reason as one clause.
     target: Target | None = None  # The GPU, or None if it does not matter.
     # The record that was found for the request, or None if none was looked up.
@@ -283,7 +283,8 @@ def _faster_peer(bound: BoundRequest, selection: Selection) -> str | None:
         backend = bound.sdpa_backend
     elif sdpa_allowed(request) and bound.side.bias is not None:
         backend = bound.sdpa_backend
-        if known_refusal(request, backend, *bound.views, bound.side.bias) is not None:
+        trials = bound.platform.mask_trials
+        if trials.known_refusal(request, backend, *bound.views, bound.side.bias) is not None:
             backend = None
     if is_untrusted(selection, problem) and (backend is not None or not problem.features):
         return untimed_peer((selection,), problem, backend, target)

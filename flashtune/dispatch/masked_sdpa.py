@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from flashtune.core.caches import CACHES, keep
+from flashtune.core.caches import keep
 from flashtune.core.mask_sharing import MaskSharing, distinct_ways, nearest_way
 from flashtune.core.problem import Bias, Causal, Dtype, Feature, Problem
 from flashtune.core.target import find_target
@@ -44,9 +44,6 @@ FEW_GRADIENT_SCORES = 2**24
 MEASURED_TARGET = "nvidia-h200"
 # Every refused call has its own entry.
 REFUSALS_LIMIT = 1024
-
-_refusals: dict[tuple[object, ...], str] = CACHES.cache()
-_meanings: dict[tuple[object, ...], str | None] = CACHES.cache()
 
 
 def is_masked(problem: Problem) -> bool:
@@ -251,45 +248,48 @@ def chosen_backend(
     return PEERS.get(int(choice))
 
 
-def known_refusal(
-    request: Request, backend: str | None, q: Tensor, k: Tensor, v: Tensor, bias: Tensor
-) -> str | None:
-    """Returns the reason why a backend cannot serve such a call, as found by this process, or None.
+class MaskTrials:
+    """Trials of SDPA with masks. Their results stay the same in a process."""
 
-    The arguments are those of `refusal` without the last one.
-    """
-    return _meanings.get(_kind(request, backend)) or _refusals.get(_call(request, backend, q, k, v, bias))
+    def __init__(self, select: SelectBackend) -> None:
+        """Makes trials with the backend that `select` returns, as `chosen_backend`."""
+        self._select = select
+        # The defects of backends at small problems, or None, and the reasons of refused calls.
+        self._defects: dict[tuple[object, ...], str | None] = {}
+        self._refusals: dict[tuple[object, ...], str] = {}
 
+    def known_refusal(
+        self, request: Request, backend: str | None, q: Tensor, k: Tensor, v: Tensor, bias: Tensor
+    ) -> str | None:
+        """Returns the reason why a backend cannot serve such a call, as found by this process, or None.
 
-def refusal(
-    request: Request,
-    backend: str | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor,
-    select: SelectBackend = chosen_backend,
-) -> str | None:
-    """Returns the reason why SDPA cannot serve a call with a mask, or None. It runs SDPA.
+        The arguments are those of `refusal`.
+        """
+        defect = self._defects.get(_kind(request, backend))
+        return defect or self._refusals.get(_call(request, backend, q, k, v, bias))
 
-    For each type, head dims and backend, a small problem is computed once and compared with a reference. Then
-    the call itself is computed. Tensors are [batch, heads, seqlen, head_dim]. `select` returns the backend
-    that SDPA selects, as `chosen_backend`.
-    """
-    kind, shared = _kind(request, backend), shares_heads(q, k, v, bias)
-    try:
-        with torch.no_grad():
-            if kind not in _meanings:
-                keep(_meanings, kind, _misunderstanding(select, backend, q, k, v, shared))
-            if _meanings[kind] is None:
-                _masked(q, k, v, bias, request.default_scale, request.problem.causal, shared)
-    except torch.OutOfMemoryError as failure:
-        # Memory may suffice for a later call, so the failure is not cached.
-        return f"has no memory for its mask ({first_line(failure)})"
-    except RuntimeError as failure:
-        key = _call(request, backend, q, k, v, bias)
-        keep(_refusals, key, f"refuses its mask ({first_line(failure)})", REFUSALS_LIMIT)
-    return known_refusal(request, backend, q, k, v, bias)
+    def refusal(
+        self, request: Request, backend: str | None, q: Tensor, k: Tensor, v: Tensor, bias: Tensor
+    ) -> str | None:
+        """Returns the reason why SDPA cannot serve a call with a mask, or None. It runs SDPA.
+
+        For each type, head dims and backend, a small problem is computed once and compared with a reference.
+        Then the call itself is computed. Tensors are [batch, heads, seqlen, head_dim].
+        """
+        kind, shared = _kind(request, backend), shares_heads(q, k, v, bias)
+        try:
+            with torch.no_grad():
+                if kind not in self._defects:
+                    keep(self._defects, kind, _defect(self._select, backend, q, k, v, shared))
+                if self._defects[kind] is None:
+                    _masked(q, k, v, bias, request.default_scale, request.problem.causal, shared)
+        except torch.OutOfMemoryError as failure:
+            # Memory may suffice for a later call, so the failure is not cached.
+            return f"has no memory for its mask ({first_line(failure)})"
+        except RuntimeError as failure:
+            key = _call(request, backend, q, k, v, bias)
+            keep(self._refusals, key, f"refuses its mask ({first_line(failure)})", REFUSALS_LIMIT)
+        return self.known_refusal(request, backend, q, k, v, bias)
 
 
 def _kind(request: Request, backend: str | None) -> tuple[object, ...]:
@@ -304,7 +304,7 @@ def _call(request: Request, backend: str | None, *tensors: Tensor) -> tuple[obje
     return (request.device, request.problem, backend, *((one.shape, one.stride()) for one in tensors))
 
 
-def _misunderstanding(
+def _defect(
     select: SelectBackend, backend: str | None, q: Tensor, k: Tensor, v: Tensor, shared: bool
 ) -> str | None:
     """Returns the defect of SDPA's result at a small problem of the same type and head dims, or None.

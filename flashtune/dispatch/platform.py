@@ -3,7 +3,7 @@
 import torch
 
 from flashtune.core.target import Target, device_target
-from flashtune.dispatch.masked_sdpa import chosen_backend
+from flashtune.dispatch.masked_sdpa import MaskTrials, chosen_backend
 from flashtune.dispatch.tables import Tables, tuned_records
 
 
@@ -11,6 +11,9 @@ class Platform:
     """The GPUs, their tuned records, and the backend that SDPA selects. Tests pass others."""
 
     sdpa_backend = staticmethod(chosen_backend)
+
+    def __init__(self) -> None:
+        self.mask_trials = MaskTrials(self.sdpa_backend)
 
     def target(self, device: torch.device) -> Target:
         """Returns the GPU of a device, which is the current one without an index."""

@@ -4,11 +4,11 @@ They are read once per process and GPU. Decisions therefore do not change within
 read the same tables agree.
 """
 
+import functools
 from collections.abc import Callable, Iterable
 
 import msgspec
 
-from flashtune.core.caches import CACHES
 from flashtune.core.errors import StoreError, UsageError
 from flashtune.core.notices import warn_once
 from flashtune.core.record import Outcome, Provenance, Record
@@ -49,7 +49,7 @@ class Tables(msgspec.Struct, frozen=True):
                 return
 
 
-@CACHES.computed_once
+@functools.cache
 def tuned_records(target_name: str) -> Tables:
     """Returns the tables of a GPU. A database that cannot be read counts as empty and causes a warning."""
     from flashtune.db.evidence import under

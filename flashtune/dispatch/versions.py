@@ -28,9 +28,9 @@ def current_versions(family_name: str) -> Versions:
     )
 
 
-def same_makers(one: Versions, other: Versions) -> bool:
+def same_makers(first: Versions, other: Versions) -> bool:
     """Whether binaries are the same and run alike under two sets of versions."""
-    return one.makers == other.makers
+    return first.makers == other.makers
 
 
 def is_proven(record: Record, here: Versions) -> bool:

@@ -77,7 +77,7 @@ class Pause:
 class Reading(NamedTuple):
     """A call of an operator as flashtune computes it."""
 
-    call: Call  # The call.
+    call: Call
     needs_grad: bool  # Whether a backward pass may follow.
     # Name of the replaced operator in records, or None if it has no measurements.
     usual: str | None

@@ -20,7 +20,7 @@ from flashtune.core.record import Record
 from flashtune.core.target import Target
 from flashtune.launch.binding import compile_binary
 from flashtune.launch.compilation import is_compiled
-from flashtune.launch.kernel_cache import known_kernel, remember_kernel
+from flashtune.launch.kernel_cache import proven_copy
 from flashtune.templates.registry import find_family
 
 # The priority of the process is lower by this.
@@ -48,25 +48,25 @@ class CompilerProcess:
     def _forget(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
 
-    def prepare(self, record: Record, specialization: Specialization, target: Target) -> None:
-        """Renders and compiles the kernel of a record, unless caches have it.
+    def prepared(self, record: Record, specialization: Specialization, target: Target) -> Kernel | None:
+        """Returns the kernel of a record, rendered and compiled by the process unless caches have it.
 
-        Does nothing if there can be no process. This process then compiles the kernel, or reports the error.
+        None if there can be no process. This process then compiles the kernel, or reports the error.
         """
-        kernel = known_kernel(record, specialization)
+        kernel = proven_copy(record, find_family(record.family), specialization)
         if kernel is not None and all(is_compiled(part, target) for part in kernel.parts):
-            return
+            return kernel
         config = msgspec.Raw(msgspec.json.encode(record.config))
         work = Work(record.family, record.problem, config, specialization, target)
         # A pipe that `close` or `kill` has closed raises a ValueError.
         with contextlib.suppress(OSError, ValueError, msgspec.MsgspecError):
             answer = self._ask(msgspec.json.encode(work) + b"\n")
             if answer:
-                remember_kernel(record, specialization, msgspec.json.decode(answer, type=Kernel))
-                return
+                return msgspec.json.decode(answer, type=Kernel)
         status = self.close()
         if status < 0:
             raise KernelError(f"the compiler's process ended by signal {-status}")
+        return None
 
     def _ask(self, line: bytes) -> bytes:
         """Returns the answer to a line. It is empty if the process has ended."""

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from flashtune.core.caches import CACHES, keep
 from flashtune.core.errors import KernelError
 from flashtune.core.files import read_own
 from flashtune.core.kernel import Kernel, Specialization
@@ -23,29 +22,11 @@ from flashtune.launch.launcher import load
 from flashtune.templates.family import Family, kernel_of_source
 from flashtune.templates.registry import find_family, template_hash
 
-_rendered: dict[tuple[object, ...], Kernel] = CACHES.cache()
-
 
 def kernel_of(record: Record, specialization: Specialization) -> Kernel:
     """Returns the kernel of a record's config for tensors of a specialization."""
-    cached = known_kernel(record, specialization)
-    return cached or _render(record, find_family(record.family), specialization)
-
-
-def known_kernel(record: Record, specialization: Specialization) -> Kernel | None:
-    """Returns the kernel of a record's config, or None if it must be rendered."""
-    copy = _proven_copy(record, find_family(record.family), specialization)
-    return copy or _rendered.get(_properties(record, specialization))
-
-
-def remember_kernel(record: Record, specialization: Specialization, kernel: Kernel) -> None:
-    """Keeps a kernel that another process rendered."""
-    keep(_rendered, _properties(record, specialization), kernel)
-
-
-def _properties(record: Record, specialization: Specialization) -> tuple[object, ...]:
-    """Returns all on which the kernel of a record depends."""
-    return record.family, record.problem.computation, record.config, specialization
+    family = find_family(record.family)
+    return proven_copy(record, family, specialization) or _render(record, family, specialization)
 
 
 def _render(record: Record, family: Family, specialization: Specialization) -> Kernel:
@@ -55,7 +36,8 @@ def _render(record: Record, family: Family, specialization: Specialization) -> K
     return render(family, record.problem, record.config, specialization)
 
 
-def _proven_copy(record: Record, family: Family, specialization: Specialization) -> Kernel | None:
+def proven_copy(record: Record, family: Family, specialization: Specialization) -> Kernel | None:
+    """Returns the kernel of a record from its verified copy, or None."""
     current = record.versions.template == template_hash(record.family)
     if (
         record.config is None

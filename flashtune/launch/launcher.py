@@ -27,7 +27,7 @@ current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStr
 class Queue(NamedTuple):
     """A function that queues a kernel, and its constant arguments."""
 
-    launch: Callable[..., None]  # The function.
+    launch: Callable[..., None]
     before: tuple[Any, ...]  # Arguments before the stream.
     after: tuple[Any, ...]  # Arguments after the stream and before the kernel's own.
     as_one: bool  # Whether the kernel's own arguments are passed as one sequence.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import inspect
 import threading
 from typing import TYPE_CHECKING, Any
@@ -33,7 +32,7 @@ _thread = threading.local()
 class DescriptorArguments:
     """The kernel arguments for described tensors of bound shapes and strides."""
 
-    __slots__ = ("_known", "_patterns", "_together", "at")
+    __slots__ = ("_known", "_make", "_patterns", "_together", "at")
 
     def __init__(
         self, patterns: Sequence[Sequence[TensorDescriptor]], metadata: Sequence[dict[str, Any]]
@@ -44,7 +43,7 @@ class DescriptorArguments:
         object, so pass tensors from `without_memory`. `metadata` is the compiler's for each descriptor, in
         order.
         """
-        _maker()  # fail now, not in the first call
+        self._make = _maker()
         rest = iter(metadata)
         self._patterns = [[(pattern, next(rest)) for pattern in of_tensor] for of_tensor in patterns]
         self._known: list[dict[int, list[Any]]] = [{} for _ in patterns]
@@ -62,9 +61,10 @@ class DescriptorArguments:
             descriptors = cached.get(address)
             if descriptors is None:
                 _make_context_current(device)
-                descriptors = [
-                    value for pattern, notes in patterns for value in _made(pattern, notes, address)
-                ]
+                descriptors = []
+                for pattern, notes in patterns:
+                    base = _At(pattern.base.dtype, address)
+                    descriptors += self._make(dataclasses.replace(pattern, base=base), notes)
                 if len(cached) >= MAX_ADDRESSES:
                     cached.clear()
                 cached[address] = descriptors
@@ -100,17 +100,11 @@ def _make_context_current(device: torch.device) -> None:
         current.add(device)
 
 
-def _made(pattern: TensorDescriptor, notes: dict[str, Any], address: int) -> list[Any]:
-    """Returns a descriptor as the launcher takes it: the tensor map, then its shape and strides."""
-    make, rest = _maker()
-    base = _At(pattern.base.dtype, address)
-    made: list[Any] = make(dataclasses.replace(pattern, base=base), notes, *rest)
-    return made
+def _maker() -> Callable[[TensorDescriptor, dict[str, Any]], list[Any]]:
+    """Returns Triton's function that makes a descriptor as the launcher takes it.
 
-
-@functools.cache
-def _maker() -> tuple[Callable[..., Any], tuple[None, ...]]:
-    """Returns Triton's function for descriptors, and its arguments after the descriptor and the metadata."""
+    The result is the tensor map, then its shape and strides.
+    """
     try:
         from triton.backends.nvidia.driver import make_tensordesc_arg
     except ImportError as error:
@@ -120,7 +114,8 @@ def _maker() -> tuple[Callable[..., Any], tuple[None, ...]]:
         ) from error
 
     # Later releases also pass the launch's other arguments, for descriptors of another kind.
-    return make_tensordesc_arg, (None,) * (len(inspect.signature(make_tensordesc_arg).parameters) - 2)
+    rest = (None,) * (len(inspect.signature(make_tensordesc_arg).parameters) - 2)
+    return lambda descriptor, notes: make_tensordesc_arg(descriptor, notes, *rest)
 
 
 def without_making(run: Any) -> Callable[..., None]:

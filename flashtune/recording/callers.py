@@ -1,21 +1,15 @@
 """Names the module of `flashtune.integrations` for which a thread calls, for explanations."""
 
-from __future__ import annotations
-
 import functools
-import threading
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import ParamSpec, TypeVar
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 
-class _Current(threading.local):
-    name = ""
-
-
-_current = _Current()
+_current: ContextVar[str] = ContextVar("caller", default="")
 
 
 def called_by(name: str) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
@@ -24,11 +18,11 @@ def called_by(name: str) -> Callable[[Callable[Parameters, Result]], Callable[Pa
     def decorated(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
         @functools.wraps(function)
         def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-            before, _current.name = _current.name, name
+            before = _current.set(name)
             try:
                 return function(*args, **kwargs)
             finally:
-                _current.name = before
+                _current.reset(before)
 
         return call
 
@@ -37,4 +31,4 @@ def called_by(name: str) -> Callable[[Callable[Parameters, Result]], Callable[Pa
 
 def present_caller() -> str:
     """Returns the module that this thread calls for, or an empty text."""
-    return _current.name
+    return _current.get()

@@ -8,8 +8,6 @@ A file has one JSON line per problem with its number of calls, and no tensor dat
 one file. Each merges its counts under a lock on a second file, and replaces the file atomically.
 """
 
-from __future__ import annotations
-
 import atexit
 import functools
 import os

@@ -35,11 +35,8 @@ class Worker:
     ) -> None:
         """Names the thread.
 
-        Args:
-            name: The name.
-            at_end: Runs in the thread when there was no job for a while.
-            at_exit: Runs at the end of the process, to end the present job soon.
-            linger: The thread ends after so many seconds without a job.
+        `at_end` runs in the thread when there was no job for a while. `at_exit` runs at the end of the
+        process, to end the present job soon. The thread ends after `linger` seconds without a job.
         """
         self._name = name
         self._at_end, self._at_exit, self._linger = at_end, at_exit, linger

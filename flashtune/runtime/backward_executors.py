@@ -130,15 +130,15 @@ class BoundBackward:
         if has_rows and _covers(kernel.specialization, bound.properties_of(tensors)):
             launch = self._bind_kernel(kernel, target, tensors, bound.extra, compiled=binary)
             new_dq, new_dk, new_dv = (
-                allocator(torch.empty_like(one, device="meta"), one.device) for one in bound.tensors
+                allocator(torch.empty_like(tensor, device="meta"), tensor.device) for tensor in bound.tensors
             )
             return Bound(launch, new_dq, new_dk, new_dv, bound.copied if any(bound.copied) else None)
         return None
 
     def _addressable(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
         """Returns tensors of other strides: with a contiguous gradient, or if it is, all with padded rows."""
-        usual = torch.empty(dout.shape, device="meta").stride()
-        if dout.stride() != usual:
+        contiguous = torch.empty(dout.shape, device="meta").stride()
+        if dout.stride() != contiguous:
             # A contiguous tensor may have unusual strides in dimensions of size 1.
             return q, k, v, out, dout.clone(memory_format=torch.contiguous_format)
         originals = q, k, v, out
@@ -215,13 +215,13 @@ def interpreted_backward(decision: Decision, request: Request, inputs: BackwardI
     if side.bias is not None and side.bias.dtype is not torch.bool:
         side = side._replace(bias=side.bias.float())
     bound = BoundRequest(request, q_wide, k_wide, v_wide, side)
-    given = bound.backward_tensors(out_wide, lse, dout_wide)
-    needed = bound.properties_of(given)
+    allocated = bound.backward_tensors(out_wide, lse, dout_wide)
+    needed = bound.properties_of(allocated)
     problem = msgspec.structs.replace(request.backward, dtype=Dtype.FP32)
     kernel = kernel_of(default_selection(problem, decision.target, needed).record, needed)
     made = _allocated(request, q_wide, k_wide, v_wide, _written(kernel))
     dq, dk, dv = request.views(*made[:3])
-    tensors = given._replace(
+    tensors = allocated._replace(
         dq=dq,
         dk=dk,
         dv=dv,
@@ -251,16 +251,18 @@ def recomputed(request: Request) -> BackwardExecutor:
         views = side_views(request.problem, side, request.views(q, k, v)[1].shape[0])
         with _autograd_inside_operator():
             leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
-            given = {name: getattr(views, name).detach() for name in names}
+            detached = {name: getattr(views, name).detach() for name in names}
             # A boolean mask has no gradient.
-            floats = {name: tensor for name, tensor in given.items() if tensor.is_floating_point()}
+            floats = {name: tensor for name, tensor in detached.items() if tensor.is_floating_point()}
             extra = {name: tensor.clone().requires_grad_() for name, tensor in floats.items()}
             result = standard(*leaves, scale, side._replace(**extra))
             wanted = _of_given_softmax(request, result, inputs)
-            found = torch.autograd.grad(result, (*leaves, *extra.values()), wanted)
+            results = torch.autograd.grad(result, (*leaves, *extra.values()), wanted)
         # Return the strides that the fake implementation declares to compilers.
-        gradients = Gradients(*map(_with_layout_of, (q, k, v), found))
-        return gradients._replace(**{f"d{name}": one for name, one in zip(extra, found[3:], strict=True)})
+        gradients = Gradients(*map(_with_layout_of, (q, k, v), results))
+        return gradients._replace(
+            **{f"d{name}": gradient for name, gradient in zip(extra, results[3:], strict=True)}
+        )
 
     return run
 

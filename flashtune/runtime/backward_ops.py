@@ -46,10 +46,8 @@ Forward = Callable[[Call], Result]
 def differentiated(request: Request, call: Call, forward: Forward) -> Result:
     """Returns the result of a differentiable call of an operator. It may be traced.
 
-    Args:
-        request: The request of the call, with gradients.
-        call: The call's tensors and options. The scale is not negative.
-        forward: Returns the result of such a call by an operator.
+    The request is that of the call, with gradients. The call's scale is not negative. `forward` returns the
+    result of such a call by an operator.
     """
     _, decision = choose(TracedRequest(_hinted(request), call.q, call.k, call.v, call.side, SESSION.platform))
     if not decision.generated:
@@ -94,8 +92,8 @@ def _hinted(request: Request) -> Request:
     symbols = {name: size for name, size in sizes.items() if isinstance(size, torch.SymInt)}
     if not symbols and not isinstance(request.tokens, torch.SymInt):
         return request
-    known = {name: _hint(size) for name, size in symbols.items()}
-    problem = msgspec.structs.replace(request.problem, **known)
+    extents = {name: _hint(size) for name, size in symbols.items()}
+    problem = msgspec.structs.replace(request.problem, **extents)
     return msgspec.structs.replace(request, problem=problem, tokens=_hint(request.tokens))
 
 
@@ -135,7 +133,9 @@ def _backward_operator(call: Call, inputs: BackwardInputs) -> Gradients:
     gradients = torch.ops.flashtune.attention_backward(dout, dlse, out, lse, *operands(call))
     bias = None if side.bias is None or side.bias.dtype is torch.bool else side.bias
     extra = zip((side.sinks, bias, side.slopes), gradients[3:], strict=True)
-    return Gradients(*gradients[:3], *(None if one is None else gradient for one, gradient in extra))
+    return Gradients(
+        *gradients[:3], *(None if side_input is None else gradient for side_input, gradient in extra)
+    )
 
 
 def _compute(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *values: Any) -> tuple[Tensor, ...]:
@@ -159,7 +159,7 @@ def _compute(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *value
     gradients = executor(BackwardInputs(*served[:3], out, lse, dout, dlse, served.scale, served.side))
     if served.q is not call.q:
         gradients = gradients._replace(dq=-gradients.dq)
-    return tuple(lse.new_empty(0) if one is None else one for one in gradients)
+    return tuple(lse.new_empty(0) if gradient is None else gradient for gradient in gradients)
 
 
 def _shapes(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *values: Any) -> tuple[Tensor, ...]:
@@ -167,7 +167,10 @@ def _shapes(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *values
     call = call_of(values)
     side = call.side
     bias = None if side.bias is None or side.bias.dtype is torch.bool else side.bias
-    extra = (lse.new_empty(0 if one is None else one.shape) for one in (side.sinks, side.slopes))
+    extra = (
+        lse.new_empty(0 if side_input is None else side_input.shape)
+        for side_input in (side.sinks, side.slopes)
+    )
     dsinks, dslopes = extra
     dbias = lse.new_empty(0) if bias is None else bias.new_empty(bias.shape)
     return (
@@ -191,8 +194,8 @@ def _differentiate(*arguments: object) -> tuple[Tensor | None, ...]:
 
 def _redispatched(*arguments: object) -> tuple[Tensor, ...]:
     with _below_autograd():
-        found: tuple[Tensor, ...] = torch.ops.flashtune.attention_backward(*arguments)
-        return found
+        results: tuple[Tensor, ...] = torch.ops.flashtune.attention_backward(*arguments)
+        return results
 
 
 library.define(f"{NAME}{ARGUMENTS} -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)", tags=TAGS)

@@ -159,7 +159,7 @@ def choices_of(
     kernels: list[Choice] = []
     for decision, kernel_key in zip(decisions, key.passes, strict=True):
         assert decision.selection is not None
-        compiler.prepare(decision.selection.record, kernel_key.specialization, device.target)
+        loader.compile_apart(compiler, decision.selection.record, kernel_key.specialization, device.target)
         pass_: Pass[Choice] = Pass(loader, kernel_key, lambda kernel: kernel, lambda decision: decision)
         kernels.append(prepared(decision, pass_))
     return tuple(kernels)

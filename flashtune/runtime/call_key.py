@@ -93,11 +93,13 @@ def keys_of_any_address(key: tuple[object, ...]) -> Iterator[tuple[object, ...]]
 
     A compiler that captures a graph copies tensors to other addresses than in the run before.
     """
-    flags = [place for place in (ALIGNED, BIAS_ALIGNED) if place < len(key) and key[place] is True]
+    flags = [
+        position for position in (ALIGNED, BIAS_ALIGNED) if position < len(key) and key[position] is True
+    ]
     for values in itertools.product((True, False), repeat=len(flags)):
         other = list(key)
-        for place, value in zip(flags, values, strict=True):
-            other[place] = value
+        for index, value in zip(flags, values, strict=True):
+            other[index] = value
         yield tuple(other)
 
 
@@ -107,7 +109,7 @@ def is_negated(call: Call) -> bool:
         return True
     side = call.side
     return side is not NO_EXTRA_INPUTS and any(
-        one is not None and one.is_neg() for one in side.optional_tensors
+        tensor is not None and tensor.is_neg() for tensor in side.optional_tensors
     )
 
 

@@ -101,8 +101,8 @@ def _writer(launch: Launch, default_scale: float, like: Tensor, device: torch.de
     kind, index = (like.shape, like.stride(), like.dtype, device), device.index
 
     def write(out: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float | None, side: ExtraInputs) -> bool:
-        given = out.shape, out.stride(), out.dtype, out.device
-        if given != kind or out.data_ptr() % POINTER_ALIGNMENT:
+        form = out.shape, out.stride(), out.dtype, out.device
+        if form != kind or out.data_ptr() % POINTER_ALIGNMENT:
             return False
         if index is not None and current_device() != index:
             with torch.cuda.device(index):
@@ -146,7 +146,9 @@ def _quantized(
 ) -> Result:
     """Checks the scales, allocates the output and launches the kernel."""
     check_scales(request.problem, q.device, scales)
-    contiguous = given_scales(*(one if one is None else one.contiguous() for one in scales.scales))
+    contiguous = given_scales(
+        *(factor if factor is None else factor.contiguous() for factor in scales.scales)
+    )
     out = q.new_empty(request.out_shape, dtype=request.out_dtype)
     lse = q.new_empty(request.lse_shape, dtype=torch.float32) if request.return_lse else None
     launch((q, k, v, out, lse), request.default_scale if scale is None else scale, contiguous)
@@ -270,7 +272,7 @@ def nothing(
         lse = lse.copy_(side.sinks.view(heads))
     if request.needs_grad:
         # Sums of no elements connect the result to all inputs in autograd's graph.
-        inputs = (one for one in (q, k, v, *side.tensors) if one.requires_grad)
-        way = torch.stack([one[..., :0].sum(dtype=out.dtype) for one in inputs]).sum()
+        inputs = (tensor for tensor in (q, k, v, *side.tensors) if tensor.requires_grad)
+        way = torch.stack([tensor[..., :0].sum(dtype=out.dtype) for tensor in inputs]).sum()
         out, lse = out + way, lse + way.to(lse.dtype)
     return (out, lse) if request.return_lse else out

@@ -14,12 +14,12 @@ class BackwardInputs(NamedTuple):
     q: Tensor  # Queries.
     k: Tensor  # Keys.
     v: Tensor  # Values.
-    out: Tensor  # The output.
-    lse: Tensor  # The log-sum-exp.
+    out: Tensor
+    lse: Tensor
     dout: Tensor  # The gradient of the output.
     dlse: Tensor | None  # The gradient of the log-sum-exp, or None if the call does not return it.
     scale: float | None  # Factor of the scores, not negative. None means the default.
-    side: ExtraInputs = NO_EXTRA_INPUTS  # The extra inputs.
+    side: ExtraInputs = NO_EXTRA_INPUTS
 
 
 class Gradients(NamedTuple):

@@ -6,12 +6,13 @@ import msgspec
 
 from flashtune.core.caches import keep
 from flashtune.core.errors import VerificationError
-from flashtune.core.kernel import Kernel
-from flashtune.core.record import Selection
+from flashtune.core.kernel import Kernel, Specialization
+from flashtune.core.record import Record, Selection
 from flashtune.core.target import Target
 from flashtune.dispatch.bound_request import KernelKey
 from flashtune.dispatch.lookup import proven_by
 from flashtune.launch.binding import Binary, bind
+from flashtune.launch.compiler_process import CompilerProcess
 from flashtune.launch.kernel_cache import Binaries, kernel_of
 from flashtune.runtime.self_check import SelfChecks
 
@@ -35,6 +36,8 @@ class KernelLoader:
     def __init__(self, checks: SelfChecks | None = None) -> None:
         self.checks = checks or SelfChecks()
         self.binaries = Binaries()
+        # The kernels that another process rendered.
+        self.rendered: dict[tuple[object, ...], Kernel] = {}
         # The kernels of calls with features. Numbers of packed tokens are often new.
         self.loaded: dict[KernelKey, LoadedKernel] = {}
 
@@ -42,7 +45,8 @@ class KernelLoader:
         """Returns the loaded kernel of a selection, after a self-check unless a receipt covers it."""
         record = selection.record
         assert record.config is not None
-        kernel = kernel_of(record, key.specialization)
+        kernel = self.rendered.get(_computation(record, key.specialization))
+        kernel = kernel or kernel_of(record, key.specialization)
         if proven_by(selection, kernel.digest):
             return LoadedKernel(kernel, target, self.binaries.of(kernel, target, key.device))
         problem = msgspec.structs.replace(key.problem, causal=record.problem.causal)
@@ -54,7 +58,22 @@ class KernelLoader:
             )
         return LoadedKernel(kernel, target, binary)
 
+    def compile_apart(
+        self, compiler: CompilerProcess, record: Record, specialization: Specialization, target: Target
+    ) -> None:
+        """Lets another process render and compile the kernel of a record, if none has yet."""
+        key = _computation(record, specialization)
+        if key not in self.rendered:
+            kernel = compiler.prepared(record, specialization, target)
+            if kernel is not None:
+                keep(self.rendered, key, kernel)
+
     def remember(self, key: KernelKey, kernel: LoadedKernel) -> None:
         """Caches the kernel of a call with features, for later calls with the same key."""
         if key.problem.features:
             keep(self.loaded, key, kernel, KERNELS_LIMIT)
+
+
+def _computation(record: Record, specialization: Specialization) -> tuple[object, ...]:
+    """Returns all on which the source of a record's kernel depends."""
+    return record.family, record.problem.computation, record.config, specialization

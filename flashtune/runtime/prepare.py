@@ -18,7 +18,7 @@ from flashtune.core.target import Target
 from flashtune.dispatch.bound_request import BoundRequest, KernelKey
 from flashtune.dispatch.decision import Backend, Decision, baseline, choose
 from flashtune.dispatch.lookup import default_selections, nearest_selection
-from flashtune.dispatch.masked_sdpa import refusal, sdpa_allowed
+from flashtune.dispatch.masked_sdpa import sdpa_allowed
 from flashtune.dispatch.nearest import is_far
 from flashtune.request.request import Executor, Prefer, Request
 from flashtune.runtime.backward_executors import recomputed
@@ -99,7 +99,7 @@ def masked_sdpa_executor(bound: BoundRequest) -> Executor | None:
     with types_as_given(views[0]):
         # Not the backend that was chosen before, because autocast may have been enabled there.
         backend = bound.sdpa_backend
-        unsupported_reason = refusal(request, backend, *views, bias, bound.platform.sdpa_backend)
+        unsupported_reason = bound.platform.mask_trials.refusal(request, backend, *views, bias)
     if unsupported_reason is None:
         return masked_executor(request, backend, bound.platform.sdpa_backend)
     warn_once(

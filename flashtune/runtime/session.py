@@ -27,7 +27,7 @@ from flashtune.core.notices import warn_once
 from flashtune.core.problem import Problem
 from flashtune.dispatch.bound_request import BoundRequest
 from flashtune.dispatch.decision import INTERPRETED_TARGET, check_supported, without_values
-from flashtune.dispatch.platform import Platform
+from flashtune.dispatch.platform import PLATFORM, Platform
 from flashtune.dispatch.tables import tuned_records
 from flashtune.dispatch.versions import current_versions
 from flashtune.launch.compilation import interpreting
@@ -76,7 +76,7 @@ class Session:
         queue_limit: int = QUEUE_LIMIT,
     ) -> None:
         # The GPUs, their tuned records and SDPA's backends.
-        self.platform = platform or Platform()
+        self.platform = platform or PLATFORM
         self.loader = loader or KernelLoader()
         # Compiles kernels of calls that do not wait, which the worker prepares.
         self.compiler = compiler or CompilerProcess()

@@ -216,10 +216,10 @@ def _lse_dtype(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype is torch.float64 else torch.float32
 
 
-for one in OPERATORS:
-    _register(one)
+for operator in OPERATORS:
+    _register(operator)
 FLOPS: dict[Any, Callable[..., int]] = {
-    getattr(torch.ops.flashtune, one.name): functools.partial(_flops, one) for one in OPERATORS
+    getattr(torch.ops.flashtune, op.name): functools.partial(_flops, op) for op in OPERATORS
 }
 FLOPS[torch.ops.flashtune.attention_backward] = _backward_flops
 count_flops(FLOPS)

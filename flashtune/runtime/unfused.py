@@ -25,7 +25,7 @@ from flashtune.templates.family import BytesItem
 # Inputs with an entry for each sequence, and inputs that a gathered sequence does not have.
 OF_SEQUENCES = (
     "slopes",
-    *(one.name for one in TENSOR_INPUTS.values() if one.shape and one.shape[0] == "batch"),
+    *(entry.name for entry in TENSOR_INPUTS.values() if entry.shape and entry.shape[0] == "batch"),
 )
 ABSENT: dict[str, Any] = dict.fromkeys(
     ("k_scale", "v_scale", "cu_seqlens_q", "cu_seqlens_kv", "seqlens_kv", "block_table")
@@ -67,8 +67,8 @@ def unfused_attention(
     dense = msgspec.structs.replace(problem, packed=0, page_size=0)
     for sequence in _sequences(problem, q, k, v, side):
         at = sequence.at
-        given = q[at], sequence.k, sequence.v, sequence.side
-        out[at], part = _dense(dense, *given, scale, True, at[2].start or 0)
+        operands = q[at], sequence.k, sequence.v, sequence.side
+        out[at], part = _dense(dense, *operands, scale, True, at[2].start or 0)
         assert part is not None
         lse[at] = part
     return out, lse if return_lse else None
@@ -188,7 +188,9 @@ def _sequences(problem: Problem, q: Tensor, k: Tensor, v: Tensor, side: ExtraInp
             table = side.block_table[b, : -(-length // problem.page_size)].long()
             keys = _gathered(k, side.k_scale, table, length, q.dtype)
             values = _gathered(v, side.v_scale, table, length, q.dtype)
-        own = {name: given[b : b + 1] for name in OF_SEQUENCES if (given := getattr(side, name)) is not None}
+        own = {
+            name: tensor[b : b + 1] for name in OF_SEQUENCES if (tensor := getattr(side, name)) is not None
+        }
         if side.bias is not None:
             own["bias"] = side.bias[b : b + 1, :, : q[at].shape[2], : keys.shape[2]]
         alone = side._replace(**{**own, **ABSENT})

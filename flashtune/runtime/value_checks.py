@@ -38,35 +38,29 @@ def with_checks(executor: Executor, request: Request) -> Executor:
 def check_slot_values(slots: Tensor, rows: int) -> None:
     """Checks the slots of rows that are appended to a cache.
 
-    Args:
-        slots: Int64 [tokens]. Negative slots are skipped.
-        rows: Number of rows of all pages.
+    `slots` are int64 [tokens]; negative slots are skipped. `rows` is the number of rows of all pages.
     """
     if is_capturing(slots):
         return
-    place = _first(slots >= rows)
-    if place is not None:
+    index = _first(slots >= rows)
+    if index is not None:
         raise ProblemError(
-            f"slots[{place[0]}] is {_at(slots, place)} and the cache has {rows} rows: pass slots as "
+            f"slots[{index[0]}] is {_at(slots, index)} and the cache has {rows} rows: pass slots as "
             "PagedKVCache.extend gives them"
         )
     ordered, order = slots.sort(stable=True)
-    place = _first((ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0))
-    if place is not None:
-        one, other = order[place[0]].item(), order[place[0] + 1].item()
+    index = _first((ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0))
+    if index is not None:
+        first, other = order[index[0]].item(), order[index[0] + 1].item()
         raise ProblemError(
-            f"slots[{one}] and slots[{other}] are both {_at(slots, (int(other),))}: pass each slot once"
+            f"slots[{first}] and slots[{other}] are both {_at(slots, (int(other),))}: pass each slot once"
         )
 
 
 def check_values(request: Request, q: Tensor, k: Tensor, side: ExtraInputs) -> None:
     """Checks the values of a call's lengths, starts and block table.
 
-    Args:
-        request: The request of the call.
-        q: Queries, in the call's layout.
-        k: Keys or pages, in the call's layout.
-        side: The call's side inputs.
+    Queries, and keys or pages, are in the call's layout.
     """
     problem = request.problem
     if side.cu_seqlens_q is not None:
@@ -82,36 +76,33 @@ def check_values(request: Request, q: Tensor, k: Tensor, side: ExtraInputs) -> N
         _check_lists(problem, side.block_counts, side.block_indices)
     if problem.kv_scale is not KvScale.PAGE:
         _check_scales(("q_scale", side.q_scale), ("k_scale", side.k_scale))
-    place = None if side.prefix is None else _first(side.prefix < 0)
-    if side.prefix is not None and place is not None:
+    index = None if side.prefix is None else _first(side.prefix < 0)
+    if side.prefix is not None and index is not None:
         raise ProblemError(
-            f"prefix_lengths[{place[0]}] is {_at(side.prefix, place)}: pass 0 for a sequence without a prefix"
+            f"prefix_lengths[{index[0]}] is {_at(side.prefix, index)}: pass 0 for a sequence without a prefix"
         )
 
 
 def _check_scales(*scales: tuple[str, Tensor | None]) -> None:
     for name, scale in scales:
-        place = None if scale is None else _first(~((scale >= 0) & (scale < torch.inf)))
-        if scale is not None and place is not None:
-            raise ProblemError(f"{name}{list(place)} is {float(scale[place])}: pass finite scales from 0")
+        index = None if scale is None else _first(~((scale >= 0) & (scale < torch.inf)))
+        if scale is not None and index is not None:
+            raise ProblemError(f"{name}{list(index)} is {float(scale[index])}: pass finite scales from 0")
 
 
 def check_pages(problem: Problem, table: Tensor, lengths: Tensor, pages: int) -> None:
     """Checks lengths against a block table, and the entries that hold keys. Others are never read.
 
-    Args:
-        problem: The problem.
-        table: The pages of each sequence, int32 [batch, max_pages].
-        lengths: Number of keys of each sequence, int32 [batch].
-        pages: Number of pages of the cache.
+    `table` has the pages of each sequence, int32 [batch, max_pages]. `lengths` are the numbers of keys, int32
+    [batch]. `pages` is the number of pages of the cache.
     """
     _check_lengths("kv_lengths", lengths, "a row of block_table", table.shape[1] * problem.page_size)
     starts = torch.arange(table.shape[1], device=table.device) * problem.page_size
-    place = _first(((table < 0) | (table >= pages)) & (starts < lengths[:, None]))
-    if place is not None:
-        row, column = place
+    index = _first(((table < 0) | (table >= pages)) & (starts < lengths[:, None]))
+    if index is not None:
+        row, column = index
         raise ProblemError(
-            f"block_table[{row}, {column}] is {_at(table, place)} and the cache has {pages} pages: pass the "
+            f"block_table[{row}, {column}] is {_at(table, index)} and the cache has {pages} pages: pass the "
             f"pages of sequence {row}"
         )
 
@@ -119,18 +110,18 @@ def check_pages(problem: Problem, table: Tensor, lengths: Tensor, pages: int) ->
 def _check_lists(problem: Problem, counts: Tensor, indices: Tensor) -> None:
     """Checks the lists of a block mask."""
     width, blocks = indices.shape[-1], -(-problem.seqlen_kv // problem.block_mask)
-    place = _first((counts < 0) | (counts > width))
-    if place is not None:
+    index = _first((counts < 0) | (counts > width))
+    if index is not None:
         raise ProblemError(
-            f"block_mask.counts{list(place)} is {_at(counts, place)} and a list has {width} elements: pass "
+            f"block_mask.counts{list(index)} is {_at(counts, index)} and a list has {width} elements: pass "
             f"counts from 0 to {width}"
         )
     own = torch.arange(width, device=counts.device) < counts[..., None]
     before = torch.nn.functional.pad(indices[..., :-1], (1, 0), value=-1)
-    place = _first(own & ((indices <= before) | (indices >= blocks)))
-    if place is not None:
+    index = _first(own & ((indices <= before) | (indices >= blocks)))
+    if index is not None:
         raise ProblemError(
-            f"block_mask.indices{list(place)} is {_at(indices, place)}: pass numbers from 0 to {blocks - 1} "
+            f"block_mask.indices{list(index)} is {_at(indices, index)}: pass numbers from 0 to {blocks - 1} "
             "in ascending order"
         )
 
@@ -160,29 +151,29 @@ def _check_starts(name: str, starts: Tensor, tensor: str, tokens: int, longest: 
     if (begin := int(starts[0])) != 0:
         raise ProblemError(f"{name}[0] is {begin}: pass 0, where the first sequence begins")
     counts = starts.diff()
-    place = _first(counts < 0)
-    if place is not None:
-        number = place[0] + 1
+    index = _first(counts < 0)
+    if index is not None:
+        number = index[0] + 1
         raise ProblemError(
             f"{name}[{number}] is {_at(starts, (number,))} and less than the entry before it: pass starts "
             "that never decrease"
         )
     if (end := int(starts[-1])) > tokens:
         raise ProblemError(f"{name} ends at {end} and {tensor} has {tokens} tokens: pass starts within them")
-    place = _first(counts > longest)
-    if place is not None:
+    index = _first(counts > longest)
+    if index is not None:
         limit = f"max_seqlen_{tensor}"
         raise ProblemError(
-            f"sequence {place[0]} has {_at(counts, place)} tokens by {name} and {limit} is at most "
+            f"sequence {index[0]} has {_at(counts, index)} tokens by {name} and {limit} is at most "
             f"{longest}: pass the longest as {limit}"
         )
 
 
 def _check_lengths(name: str, lengths: Tensor, tensor: str, room: int) -> None:
-    place = _first((lengths < 0) | (lengths > room))
-    if place is not None:
+    index = _first((lengths < 0) | (lengths > room))
+    if index is not None:
         raise ProblemError(
-            f"{name}[{place[0]}] is {_at(lengths, place)} and {tensor} has room for {room} keys: pass "
+            f"{name}[{index[0]}] is {_at(lengths, index)} and {tensor} has room for {room} keys: pass "
             f"lengths from 0 to {room}"
         )
 
@@ -193,5 +184,5 @@ def _first(wrong: Tensor) -> tuple[int, ...] | None:
     return tuple(places[0].tolist()) if len(places) else None
 
 
-def _at(tensor: Tensor, place: tuple[int, ...]) -> int:
-    return int(tensor[place])
+def _at(tensor: Tensor, index: tuple[int, ...]) -> int:
+    return int(tensor[index])

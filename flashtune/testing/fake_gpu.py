@@ -7,7 +7,7 @@ from unittest import mock
 
 import torch
 
-from flashtune.core.target import Target, device_target, find_target
+from flashtune.core.target import Target, find_target
 
 
 @contextlib.contextmanager
@@ -40,8 +40,4 @@ def fake_gpu(name: str = "h100") -> Iterator[Target]:
     }
     functions = {name: mock.Mock(return_value=answer) for name, answer in answers.items()}
     with mock.patch.multiple(torch.cuda, **functions):
-        device_target.cache_clear()
-        try:
-            yield target
-        finally:
-            device_target.cache_clear()
+        yield target

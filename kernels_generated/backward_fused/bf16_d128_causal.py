@@ -9,7 +9,7 @@ With         no features
 Config       block_m 64, block_n 128, 8 warps, 2 stages, reduction copy_engine, split_masked_loop True,
              transpose_dq False, split_head_dim False, heads_innermost False, maxnreg 0, input_precision ieee
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     backward_fused feec6f2a624c
+Template     backward_fused 258c6f2d202b
 
   delta:            for each row: delta = rowsum(dout * out); lse in units of log2; sums of dq = 0
   backward_fused:   for each block of keys, in parallel:
@@ -378,9 +378,9 @@ def epilogue_plan(q, k, v, out, dout, dq, dk, dv):
 def attention_backward(q, k, v, out, lse, dout, scale=None):
     """Returns dq, dk, dv.
 
-    q, k, v, out, dout   [batch, heads, seqlen, head_dim] with a contiguous last dimension
-    lse                  log-sum-exp of each row, float32 and contiguous
-    The checks give the dtype and the shape of each tensor.
+    q, k, v, out, dout  [batch, heads, seqlen, head_dim] with a contiguous last dimension
+    lse                 log-sum-exp of each row, float32 and contiguous
+    The checks state the dtype and the shape of each input.
     """
     # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
     large = [("q", q), ("k", k), ("v", v), ("out", out), ("dout", dout)]

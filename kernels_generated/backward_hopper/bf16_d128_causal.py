@@ -9,7 +9,7 @@ Config       block_m 64, block_n 128, num_stages 2, do_stages 2, ds_stages 2, ea
              defer_dp_wait True, early_dk True, init_accumulators True, defer_dq True, alternate_dq True,
              stagger_start False, interleaved_heads 1
 Assumes      addresses and strides that are multiples of 16 bytes
-Template     backward_hopper 1b4380490abf
+Template     backward_hopper 642327967c28
 
 Algorithm
   prepare:   delta = rowsum(dout * out); sums of dq = 0
@@ -584,11 +584,11 @@ def epilogue_plan(q, k, v, out, dout, dq, dk, dv):
 
 
 def attention_backward(q, k, v, out, lse, dout, scale=None):
-    """Returns the gradients dq, dk and dv of attention, with the shapes of q, k and v.
+    """Returns dq, dk, dv.
 
-    q, out, dout   [batch, heads, seqlen_q, head dim] with a contiguous last dimension
-    k, v           [batch, kv_heads, seqlen_kv, head dim]
-    lse            log-sum-exp of each row, float32 [batch, heads, seqlen_q], contiguous
+    q, k, v, out, dout  [batch, heads, seqlen, head_dim] with a contiguous last dimension
+    lse                 log-sum-exp of each row, float32 and contiguous
+    The checks state the dtype and the shape of each input.
     """
     # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
     large = [("q", q), ("k", k), ("v", v), ("out", out), ("dout", dout)]

@@ -9,7 +9,7 @@ With         no features
 Config       block_m 64, block_n 128, 8 warps, 2 stages; for dq block_m 128, block_n 64, 8 warps, 2 stages;
              split_masked_loop True, split_head_dim False, lpt True, heads_innermost False, maxnreg 0, input_precision ieee
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     backward_split 7ebff29e1c25
+Template     backward_split db27f3af4422
 
   delta:                 for each row: delta = rowsum(dout * out); lse in units of log2
   backward_split:        for each block of keys, in parallel:
@@ -446,9 +446,9 @@ def epilogue_plan(q, k, v, out, dout, dq, dk, dv):
 def attention_backward(q, k, v, out, lse, dout, scale=None):
     """Returns dq, dk, dv.
 
-    q, k, v, out, dout   [batch, heads, seqlen, head_dim] with a contiguous last dimension
-    lse                  log-sum-exp of each row, float32 and contiguous
-    The checks give the dtype and the shape of each tensor.
+    q, k, v, out, dout  [batch, heads, seqlen, head_dim] with a contiguous last dimension
+    lse                 log-sum-exp of each row, float32 and contiguous
+    The checks state the dtype and the shape of each input.
     """
     # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
     large = [("q", q), ("k", k), ("v", v), ("out", out), ("dout", dout)]

@@ -8,7 +8,7 @@ With         no features
 Config       block_m 16, block_n 128, 2 warps, 2 stages, 33 splits,
              split_head_dim False, early_combine True, early_start False
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     decode_split_kv b78daa79c67b
+Template     decode_split_kv cbd835de3021
 
 The rows of a tile are queries and the heads that share a KV head: row r is query r // group_size of head
 r % group_size. The softmax is online (Milakov and Gimelshein, 2018), in base 2. Parts of the keys are
@@ -227,11 +227,10 @@ def epilogue_plan(q, k, v, out):
 
 
 def attention(q, k, v, scale=None):
-    """Attention of q over k and v, each with a contiguous last dimension.
+    """Returns the output [batch, heads, seqlen_q, value_head_dim] and the log-sum-exp of each row.
 
-    q is [batch, heads, seqlen_q, head_dim], k and v [batch, kv_heads, seqlen_kv, head_dim].
-    Returns the output, shaped like q but for value_head_dim, and the log-sum-exp of each row,
-    [batch, heads, seqlen_q] in float32 (None: this kernel does not write it).
+    q, k, v           [batch, heads, seqlen, head_dim] with a contiguous last dimension
+    The checks state the dtype and the shape of each input. The log-sum-exp is None: this kernel does not write it.
     """
     # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
     large = [("q", q), ("k", k), ("v", v)]

@@ -10,7 +10,7 @@ Config       num_consumer_groups 2, rows_per_group 64, block_n 128, num_stages 2
              p_stages 0, split_head_dim False, pack_gqa 1, head_swizzle 1,
              lpt False, serpentine False, balanced_grid True
 Assumes      addresses and strides that are multiples of 16 bytes
-Template     forward_hopper 6ec0fc0d354a
+Template     forward_hopper 0b8aead1b8b6
 
 Algorithm of a consumer group, for each tile of queries of a persistent program:
   s = q k^T                                         last block of keys; issued before the previous tile is stored
@@ -584,10 +584,10 @@ def launch_plan(q, k, v, out):
 
 
 def attention(q, k, v, scale=None):
-    """Attention of q, k, v, each [batch, heads, seqlen, head_dim] with a contiguous last dimension.
+    """Returns the output [batch, heads, seqlen_q, value_head_dim] and the log-sum-exp of each row.
 
-    Returns the output [batch, heads, seqlen_q, value_head_dim] and the log-sum-exp of each row,
-    [batch, heads, seqlen_q] in float32 (None: this kernel does not write it).
+    q, k, v           [batch, heads, seqlen, head_dim] with a contiguous last dimension
+    The checks state the dtype and the shape of each input. The log-sum-exp is None: this kernel does not write it.
     """
     # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
     large = [("q", q), ("k", k), ("v", v)]

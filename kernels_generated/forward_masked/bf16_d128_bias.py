@@ -8,7 +8,7 @@ With         bias
 Config       block_m 64, block_n 128, 4 warps, 1 stages, split_masked_loop False, split_head_dim False,
              lpt False, heads_innermost False, maxnreg 0
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     forward_masked 3bdd335f9d18
+Template     forward_masked 65cb731f0422
 
 Algorithm of a program, for a tile of queries
   find the visible keys and the full blocks among them
@@ -170,8 +170,8 @@ def launch_plan(q, k, v, out, bias):
 def attention(q, k, v, scale=None, *, bias):
     """Returns the output [batch, heads, seqlen_q, value_head_dim] and the log-sum-exp of each row.
 
-    q, k and v are [batch, heads, seqlen, head_dim] with a contiguous last dimension. The checks state the dtype
-    and the shape of each input. The log-sum-exp is None: this kernel does not write it.
+    q, k, v           [batch, heads, seqlen, head_dim] with a contiguous last dimension
+    The checks state the dtype and the shape of each input. The log-sum-exp is None: this kernel does not write it.
     """
     # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
     large = [("q", q), ("k", k), ("v", v)]

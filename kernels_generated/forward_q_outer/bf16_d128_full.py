@@ -7,7 +7,7 @@ Computes     bf16, head dim 128, value head dim 128, causal: none
 Config       block_m 128, block_n 64, 4 warps, 2 stages, descriptor loads, overlap_qk False, split_masked_loop True,
              split_head_dim False, lpt False, heads_innermost False, maxnreg 0
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     forward_q_outer 3275a3222887
+Template     forward_q_outer 894ebf60e74c
 
 Algorithm of a program, for a tile of queries
   running_max, running_sum, accumulator = -inf, 0, 0
@@ -164,8 +164,8 @@ def launch_plan(q, k, v, out):
 def attention(q, k, v, scale=None):
     """Returns the output [batch, heads, seqlen_q, value_head_dim] and the log-sum-exp of each row.
 
-    q, k and v are [batch, heads, seqlen, head_dim] with a contiguous last dimension. The checks state the dtype
-    and the shape of each input. The log-sum-exp is None: this kernel does not write it.
+    q, k, v           [batch, heads, seqlen, head_dim] with a contiguous last dimension
+    The checks state the dtype and the shape of each input. The log-sum-exp is None: this kernel does not write it.
     """
     # The kernel itself checks nothing: other sizes, types or strides would read and write other memory.
     large = [("q", q), ("k", k), ("v", v)]

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import msgspec
 
-from flashtune.core.config import Axis, AxisValue, BlockSize, Config, Space, Stages
+from flashtune.core.config import Axis, BlockSize, Config, Space, Stages
 from flashtune.core.problem import Causal, Problem
 
 GROUP_WARPS = 4
@@ -86,9 +86,15 @@ def hopper_backward_space(problem: Problem) -> Space:
         Axis("num_stages", (2, 3, 4)),
         Axis("do_stages", (2, 3, 4)),
         Axis("defer_dq", (False, True), False),
-        Axis("alternate_dq", (False, True), False, _is_late),
+        Axis("alternate_dq", (False, True), False, lambda chosen: chosen["defer_dq"] is True),
         Axis("ds_stages", (1, 2, 3)),
-        Axis("early_dv", (False, True), False, _has_halves if problem.dropout else None),
+        # Random words and all of dq of a block leave no registers for prefetched probabilities.
+        Axis(
+            "early_dv",
+            (False, True),
+            False,
+            (lambda chosen: not chosen["alternate_dq"]) if problem.dropout else None,
+        ),
         Axis("defer_dp_wait", (False, True), False),
         Axis("early_dk", (True, False), False),
         Axis("init_accumulators", (True, False), False),
@@ -123,19 +129,6 @@ def _widest_axes(problem: Problem) -> tuple[Axis, ...]:
         Axis("defer_dq", (True,), False),
         Axis("init_accumulators", (False,) if problem.softcap else (True, False), False),
     )
-
-
-def _is_late(chosen: dict[str, AxisValue]) -> bool:
-    """Returns whether dq is computed a step late, as required if groups alternate."""
-    return bool(chosen["defer_dq"])
-
-
-def _has_halves(chosen: dict[str, AxisValue]) -> bool:
-    """Returns whether groups compute half of dq each.
-
-    Random words and all of dq of a block leave no registers for prefetched probabilities.
-    """
-    return not chosen["alternate_dq"]
 
 
 def _is_possible(config: Config) -> bool:

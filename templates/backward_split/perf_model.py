@@ -75,7 +75,6 @@ class SplitModel(PerformanceModel[SplitConfig]):
         return delta_span(problem, target) + keys + queries
 
     def hbm_items(self, problem: Problem, config: SplitConfig, target: Target | None = None) -> BytesItems:
-        """Returns HBM traffic, item by item, in bytes."""
         problem = unpacked(problem)
         size = problem.dtype.itemsize
         both = (problem.head_dim + problem.value_head_dim) * size

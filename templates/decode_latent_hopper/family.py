@@ -1,18 +1,19 @@
 """Attention over latent keys (DeepSeek's MLA) in Gluon, for few queries on sm_90 only."""
 
 from flashtune.core.config import LaunchOptions, Space
-from flashtune.core.kernel import Specialization, Step
+from flashtune.core.kernel import POINTER_ALIGNMENT, Argument, Specialization, Step
 from flashtune.core.problem import Direction, Dtype, Feature, Problem
 from flashtune.core.target import Target
-from flashtune.templates.common.args.arguments import combine_step
+from flashtune.templates.common.args.arguments import PARTIALS, combine_step, descriptor
 from flashtune.templates.common.args.problem_context import problem_values
+from flashtune.templates.common.args.side import side_tensors
 from flashtune.templates.common.model.sram import power_of_two
-from flashtune.templates.decode_latent_hopper.arguments import latent_arguments
 from flashtune.templates.decode_latent_hopper.perf_model import LatentModel
 from flashtune.templates.decode_latent_hopper.space import (
     BLOCK_N,
     COMBINE_WARPS,
     GROUP_WARPS,
+    ROWS,
     LatentConfig,
     combined_columns,
     copied_keys,
@@ -75,7 +76,26 @@ class DecodeLatentHopper(LatentModel, FamilyOf[LatentConfig]):
         return min(spread, key=lambda config: (self.makespan_ms(problem, config, target), config.num_splits))
 
     def arguments(self, problem: Problem, config: LatentConfig, specialization: Specialization) -> Arguments:
-        return latent_arguments(problem, config, specialization)
+        """Returns descriptors of q, k, and out if not split; lse, side tensors, partial results, numbers."""
+        half, rest = problem.value_head_dim // 2, problem.head_dim - problem.value_head_dim
+        queries, keys = (1, ROWS // config.queries, config.queries), (1, 1, 1, copied_keys(problem))
+        many = config.num_splits > 1
+        counts = ("heads", "all_heads", "seqlen_q", "seqlen_kv")
+        return (
+            descriptor("q_desc", problem.dtype, (*queries, half)),
+            descriptor("q_rest_desc", problem.dtype, (*queries, rest)),
+            descriptor("k_desc", problem.dtype, (*keys, half)),
+            descriptor("k_rest_desc", problem.dtype, (*keys, rest)),
+            *(() if many else (descriptor("o_desc", problem.dtype, (*queries, half)),)),
+            # A kernel without a log-sum-exp gets `out` in its place and never accesses it.
+            Argument("lse", "*fp32", POINTER_ALIGNMENT if specialization.lse else 1),
+            *side_tensors(problem),
+            *(Argument(name, "*fp32", POINTER_ALIGNMENT) for name in PARTIALS if many),
+            Argument("scale", "fp32"),
+            *(Argument(name, "i32") for name in counts),
+            *((Argument("stride_table", f"i{specialization.index_bits}"),) if problem.page_size else ()),
+            *((Argument("splits", "i32"),) if many else ()),
+        )
 
     def epilogue(self, problem: Problem, config: LatentConfig, specialization: Specialization) -> Step | None:
         if config.num_splits == 1:

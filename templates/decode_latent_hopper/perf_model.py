@@ -56,7 +56,6 @@ class LatentModel(PerformanceModel[LatentConfig]):
         )
 
     def makespan_ms(self, problem: Problem, config: LatentConfig, target: Target) -> float:
-        """Returns the time of a launch by its schedule, in ms."""
         keys = distinct_keys(problem.sight)
         programs = row_tiles(problem, config) * problem.batch * config.num_splits
         if not programs or not keys:

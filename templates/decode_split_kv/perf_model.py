@@ -86,7 +86,6 @@ class DecodeModel(PerformanceModel[DecodeConfig]):
         return tuple(item for item in items if item.bytes)
 
     def makespan_ms(self, problem: Problem, config: DecodeConfig, target: Target) -> float:
-        """Returns the time of a launch by its schedule, in ms."""
         problem = unpacked(problem)
         keys = distinct_keys(problem.sight)
         tiles = math.ceil(group_rows(problem) / config.block_m)

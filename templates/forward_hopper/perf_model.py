@@ -106,7 +106,6 @@ class HopperModel(PerformanceModel[HopperConfig]):
         return tuple(item for item in items if item.bytes)
 
     def makespan_ms(self, problem: Problem, config: HopperConfig, target: Target) -> float:
-        """Returns the time of a launch by its schedule, in ms."""
         problem = unpacked(problem)
         tiling = Tiling(problem, config.block_m // config.pack_gqa, config.block_n, config.pack_gqa)
         pace = PACES[min(config.num_consumer_groups, MAX_GROUPS)]

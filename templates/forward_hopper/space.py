@@ -5,7 +5,7 @@ from typing import Annotated
 
 import msgspec
 
-from flashtune.core.config import Axis, AxisValue, BlockSize, Config, Space
+from flashtune.core.config import Axis, BlockSize, Config, Space
 from flashtune.core.problem import Bias, BlockLists, Dtype, KvDtype, Problem
 from flashtune.templates.common.model.sram import columns, head_chunks, is_exact
 
@@ -116,10 +116,15 @@ def hopper_space(problem: Problem) -> Space:
         Axis("num_stages", (2, 3, 4)),
         Axis("q_stages", (1, 2)),
         Axis("split_epilogue", (False, True)),
-        Axis("ping_pong", (False, True), only_if=_has_turns),
+        Axis("ping_pong", (False, True), only_if=lambda chosen: chosen["num_consumer_groups"] != 1),
         Axis("defer_pv_wait", (False, True)),
         Axis("conditional_rescale", (True, False), False),
-        Axis("p_stages", (0, 1, 2) if problem.dtype.is_quantized else (0,), only_if=_is_crowded),
+        # Three groups have few registers, and are faster with probabilities in shared memory.
+        Axis(
+            "p_stages",
+            (0, 1, 2) if problem.dtype.is_quantized else (0,),
+            only_if=lambda chosen: chosen["num_consumer_groups"] == 3,
+        ),
         Axis("split_head_dim", (False,) if is_exact(problem) else (True, False), False),
         Axis("pack_gqa", _packs(problem)),
         Axis("bias_stages", (1, 2) if problem.bias is Bias.ADDITIVE else (1,)),
@@ -129,15 +134,6 @@ def hopper_space(problem: Problem) -> Space:
         Axis("dynamic_schedule", (False, True) if problem.block_mask else (False,), False),
     )
     return Space(HopperConfig, axes, lambda config: _is_possible(problem, config))
-
-
-def _has_turns(chosen: dict[str, AxisValue]) -> bool:
-    return chosen["num_consumer_groups"] != 1
-
-
-def _is_crowded(chosen: dict[str, AxisValue]) -> bool:
-    """Returns whether registers are scarce: two groups are slower with probabilities in shared memory."""
-    return chosen["num_consumer_groups"] == 3
 
 
 def tiles_differ(problem: Problem) -> bool:

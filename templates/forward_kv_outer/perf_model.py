@@ -75,7 +75,6 @@ class KVOuterModel(PerformanceModel[KVOuterConfig]):
         return max(idle * portable_span(problem, config.block_m, config.block_n, target), moving)
 
     def hbm_items(self, problem: Problem, config: KVOuterConfig, target: Target | None = None) -> BytesItems:
-        """Returns HBM traffic, item by item, in bytes."""
         size = problem.dtype.itemsize
         all_heads = problem.batch * problem.heads
         rows = all_heads * problem.seqlen_q

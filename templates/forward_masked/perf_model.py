@@ -41,12 +41,10 @@ class MaskedModel(PerformanceModel[MaskedConfig]):
         return _converted_items(stream) if problem.kv_dtype else stream_items(stream)
 
     def tensor_memory_columns(self, problem: Problem, config: MaskedConfig, target: Target) -> int:
-        """Returns columns of tensor memory, 0 for unknown architectures."""
         tiles = _tiles(problem, config, target)
         return stream_columns(tiles, config.num_stages, problem.dtype.is_float32) if tiles else 0
 
     def makespan_ms(self, problem: Problem, config: MaskedConfig, target: Target) -> float:
-        """Returns the time of a launch, in ms."""
         problem = unpacked(problem)
         return portable_span(
             problem,

@@ -34,13 +34,11 @@ class QOuterModel(PerformanceModel[QOuterConfig]):
         return stream_items(stream)
 
     def tensor_memory_columns(self, problem: Problem, config: QOuterConfig, target: Target) -> int:
-        """Returns columns of tensor memory, 0 for unknown architectures."""
         tiles = _tiles(problem, config, target)
         halves = problem.dtype.is_float32
         return stream_columns(tiles, config.num_stages, halves) if tiles else 0
 
     def makespan_ms(self, problem: Problem, config: QOuterConfig, target: Target) -> float:
-        """Returns the time of a launch, in ms."""
         return portable_span(
             problem,
             config.block_m,

@@ -7,7 +7,7 @@ import pytest
 
 from flashtune.core.errors import TableError
 from flashtune.core.problem import Causal, Problem
-from flashtune.core.record import Outcome, Provenance, Record
+from flashtune.core.record import Provenance, Record
 from flashtune.core.target import TARGETS
 from flashtune.db import table as tables
 from flashtune.db.table import TunedTable, dump_table, load_table, parse_table, shipped_table, table_hash
@@ -137,19 +137,6 @@ def test_invalid_utf8_byte_is_refused_at_every_position(table: TunedTable) -> No
         with pytest.raises(TableError) as caught:
             parse_table(raw[:position] + b"\xff" + raw[position:], "table.json")
         assert str(caught.value).startswith("table.json")
-
-
-def test_two_records_of_a_problem_are_refused(table: TunedTable, make_record: MakeRecord) -> None:
-    twice = TunedTable(
-        target=TARGET, records=(*table.records, make_record(problem=table.records[0].problem, ms=3.0))
-    )
-    with pytest.raises(TableError, match="has a record before it: keep one of them"):
-        dump_table(twice)
-
-
-def test_failed_records_are_not_exported(make_record: MakeRecord) -> None:
-    with pytest.raises(TableError, match="its outcome is timeout"):
-        dump_table(TunedTable(target=TARGET, records=(make_record(outcome=Outcome.TIMEOUT),)))
 
 
 def test_predictions_may_be_exported(make_record: MakeRecord) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -9,14 +10,14 @@ from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_eff
 from torch.nn.attention import sdpa_kernel
 
 from flashtune.core.features.records import ExtraInputs
-from flashtune.core.problem import Bias, Causal, Dtype, Problem
-from flashtune.dispatch.masked_sdpa import masked_attention, refusal
+from flashtune.core.problem import Bias, Causal
+from flashtune.dispatch.masked_sdpa import MaskTrials, chosen_backend, masked_attention
 from flashtune.request.call import dense_call
 from flashtune.request.read_call import read_call
 from flashtune.request.side_inputs import side_views
 from flashtune.runtime.unfused import unfused_attention
 from flashtune.tuner.execution.sdpa import BACKENDS
-from tests.support.runtime import forget_all
+from tests.support.unfused import problem_of
 
 pytestmark = pytest.mark.gpu
 
@@ -64,7 +65,7 @@ def mask_of(lengths: tuple[int, int], shared: tuple[int, ...]) -> Tensor:
 def test_backends_have_the_same_mask_semantics(
     name: str, kind: Bias, causal: Causal, shared: tuple[int, ...], kv_heads: int, width: int
 ) -> None:
-    forget_all()
+    trials = MaskTrials(chosen_backend)
     scale = float(width**-0.5)
     refused = []
     for lengths in LENGTHS:
@@ -81,21 +82,10 @@ def test_backends_have_the_same_mask_semantics(
             if out is None:
                 # SDPA's checks or dispatch's trial must have refused the call.
                 request = read_call(dense_call(q, k, v, causal=causal.value))
-                assert not admitted or refusal(request, name, q, k, v, bias), lengths
+                assert not admitted or trials.refusal(request, name, q, k, v, bias), lengths
                 refused.append(lengths)
                 continue
-        problem = Problem(
-            dtype=Dtype.BF16,
-            head_dim=width,
-            value_head_dim=width,
-            heads=4,
-            kv_heads=kv_heads,
-            batch=2,
-            seqlen_q=lengths[0],
-            seqlen_kv=lengths[1],
-            causal=causal,
-            bias=kind,
-        )
+        problem = msgspec.structs.replace(problem_of(q, k, v, causal), bias=kind)
         side = side_views(problem, ExtraInputs(bias=bias), 2)
         expected, lse = unfused_attention(
             problem, q.float(), k.float(), v.float(), side, scale=scale, return_lse=True
@@ -110,9 +100,9 @@ def test_backends_have_the_same_mask_semantics(
 @pytest.mark.parametrize("seqlen_q", [1, 300])
 @pytest.mark.parametrize("name", MASKED)
 def test_check_passes_for_backends_with_masks(seqlen_q: int, name: str) -> None:
-    forget_all()
+    trials = MaskTrials(chosen_backend)
     q, k, v = given((seqlen_q, 512), 4, 128)
     request = read_call(dense_call(q, k, v))
     mask = torch.ones(2, 1, 1, 512, dtype=torch.bool, device="cuda")
     with sdpa_kernel(BACKENDS[name]):
-        assert refusal(request, name, q, k, v, mask) is None
+        assert trials.refusal(request, name, q, k, v, mask) is None

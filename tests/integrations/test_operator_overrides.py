@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashtune.core.caches import CACHES
 from flashtune.core.notices import FlashtuneWarning
 from flashtune.integrations.flash_operators import FlashBackward, FlashForward
 from flashtune.integrations.operator_overrides import ForwardOperator, Kernel, forward_override, random_states
@@ -16,6 +15,7 @@ from flashtune.integrations.sdpa_operators import CUDNN, EFFICIENT, DenseBackwar
 from flashtune.request.call import Call
 from flashtune.runtime.buckets import Entry, Passes
 from flashtune.runtime.session import Session
+from tests.support.runtime import forget_all
 
 
 class Serving(Session):
@@ -79,7 +79,7 @@ def test_calls_of_operators_are_forgotten_alone_and_with_all_others() -> None:
 
 def test_calls_with_unknown_arguments_are_passed_on() -> None:
     q = torch.zeros(1, 2, 16, 16, dtype=torch.bfloat16)
-    CACHES.reset()
+    forget_all()
     override = override_of(FlashForward(), Serving())
     with pytest.warns(FlashtuneWarning, match="its override failed"):
         assert override(None, q, q, q, None, None, 16, 16, 0.0, False, False, "new") == "torch"

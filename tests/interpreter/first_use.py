@@ -5,8 +5,9 @@ from pathlib import Path
 
 import torch
 
+from flashtune import testing
 from flashtune.core.kernel import Specialization
-from flashtune.core.problem import Causal, Dtype, Problem
+from flashtune.core.problem import Causal
 from flashtune.core.record import Verdict
 from flashtune.core.target import find_target
 from flashtune.launch.binding import bind
@@ -20,17 +21,7 @@ from tests.support.unfused import unfused
 
 TARGET = find_target("nvidia-l4")
 CPU = torch.device("cpu")
-PROBLEM = Problem(
-    dtype=Dtype.FP32,
-    head_dim=16,
-    value_head_dim=16,
-    heads=2,
-    kv_heads=1,
-    batch=1,
-    seqlen_q=40,
-    seqlen_kv=50,
-    causal=Causal.BOTTOM_RIGHT,
-)
+PROBLEM = testing.problem("heads=2,kv_heads=1,seqlen_q=40,seqlen_kv=50,head_dim=16,dtype=fp32,causal")
 
 
 def use_first(start: float, checks: Path) -> float:

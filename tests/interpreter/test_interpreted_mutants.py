@@ -7,6 +7,7 @@ import msgspec
 import pytest
 import torch
 
+from flashtune import testing
 from flashtune.core.config import Config
 from flashtune.core.kernel import Alignment, Specialization
 from flashtune.core.problem import Causal, Dtype, Problem
@@ -29,17 +30,8 @@ SEED = 7
 
 
 def _problem(causal: Causal) -> Problem:
-    return Problem(
-        dtype=Dtype.FP32,
-        head_dim=24,
-        value_head_dim=20,
-        heads=4,
-        kv_heads=2,
-        batch=2,
-        seqlen_q=64,
-        seqlen_kv=64,
-        causal=causal,
-    )
+    shape = "heads=4,kv_heads=2,seqlen=64,head_dim=24,value_head_dim=20,dtype=fp32,batch=2"
+    return testing.problem(shape, causal=causal)
 
 
 def _config(family: Family, fields: Mapping[str, object]) -> Config:
@@ -61,15 +53,11 @@ def _right_kernels(count: int) -> list[tuple[str, Problem, Config, Specializatio
     drawn = []
     for index in range(count):
         family = find_family(("forward_q_outer", "forward_kv_outer")[index % 2])
-        problem = Problem(
+        problem = testing.problem(
+            "heads=2,kv_heads=1,seqlen=100,head_dim=64",
             dtype=draw.choice([Dtype.BF16, Dtype.FP16, Dtype.FP32]),
             head_dim=draw.choice([1, 8, 16, 40, 64, 96]),
             value_head_dim=draw.choice([8, 16, 33, 64]),
-            heads=2,
-            kv_heads=1,
-            batch=1,
-            seqlen_q=100,
-            seqlen_kv=100,
             causal=draw.choice(list(Causal)),
         )
         fields: dict[str, object] = {

@@ -41,24 +41,16 @@ CAUGHT = frozenset((Fate.REFUSED, Fate.HUNG, Fate.DIED))
 
 
 class Found(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The fate of one mutant.
+    """The fate of one mutant."""
 
-    Attributes:
-        family, name: Of the mutant.
-        fate: The outcome of verifying it.
-        caught_by: The first thing that was found wrong, or where it differed.
-        seconds: What verifying it took.
-        racy: Whether it is wrong by a race alone.
-        kernel: Digest of what was run; empty where nothing was.
-    """
-
+    # family, name: Of the mutant.
     family: str
     name: str
-    fate: Fate
-    caught_by: str = ""
-    seconds: float = 0.0
-    racy: bool = False
-    kernel: str = ""
+    fate: Fate  # The outcome of verifying it.
+    caught_by: str = ""  # The first thing that was found wrong, or where it differed.
+    seconds: float = 0.0  # Time of its verification.
+    racy: bool = False  # Whether it is wrong by a race alone.
+    kernel: str = ""  # Digest of the kernel that ran; empty if none did.
 
     @property
     def probe(self) -> str:
@@ -96,26 +88,17 @@ class Control(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
 
 
 class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One run over mutants, or over right kernels.
+    """One run over mutants, or over right kernels."""
 
-    Attributes:
-        device: Name of the GPU, or `interpreter`.
-        torch, triton: Versions.
-        level: How much was checked.
-        seed: Of the inputs.
-        seconds: Of the whole run.
-        controls: Right kernels.
-        found: Mutants.
-    """
-
-    device: str
+    device: str  # Name of the GPU, or `interpreter`.
+    # torch, triton: Versions.
     torch: str
     triton: str
-    level: str
-    seed: int
-    seconds: float
-    controls: tuple[Control, ...] = ()
-    found: tuple[Found, ...] = ()
+    level: str  # How much was checked.
+    seed: int  # Of the inputs.
+    seconds: float  # Of the whole run.
+    controls: tuple[Control, ...] = ()  # Right kernels.
+    found: tuple[Found, ...] = ()  # Mutants.
 
 
 def found_of(mutant: Mutant, fate: Fate, caught_by: str = "", seconds: float = 0.0) -> Found:

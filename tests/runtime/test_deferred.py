@@ -171,7 +171,7 @@ def test_one_thread_prepares_all_buckets(machine: Machine, problem: Problem) -> 
     machine.compiler.release.clear()
     for batch in (1, 2, 4, 8):
         assert ready(called(with_lengths(problem, 64, 64, batch)), None) is None
-    assert [one.name for one in threading.enumerate()].count("flashtune-prepare") == 1
+    assert [thread.name for thread in threading.enumerate()].count("flashtune-prepare") == 1
     assert not SESSION.wait(0.01)
     machine.compiler.release.set()
     assert SESSION.wait(600)
@@ -270,7 +270,7 @@ def test_preparations_keep_no_tensors(machine: Machine, problem: Problem) -> Non
     ready(call, None)
     del call
     gc.collect()
-    left = [one for one in alive if one() is not None]
+    left = [reference for reference in alive if reference() is not None]
     machine.compiler.release.set()
     assert not left
 
@@ -328,10 +328,10 @@ def test_both_passes_are_chosen_together(
         return
     out = executor(q, k, v, None, call.side)
     dout = torch.randn_like(out)
-    found = torch.autograd.grad(out, (q, k, v), dout)
+    gradients = torch.autograd.grad(out, (q, k, v), dout)
     want, _ = unfused(q, k, v, scale=0.125, causal=Causal.BOTTOM_RIGHT)
-    for one, other in zip(found, torch.autograd.grad(want, (q, k, v), dout), strict=True):
-        torch.testing.assert_close(one, other)
+    for gradient, other in zip(gradients, torch.autograd.grad(want, (q, k, v), dout), strict=True):
+        torch.testing.assert_close(gradient, other)
 
 
 @pytest.mark.parametrize("is_trained", [False, True])
@@ -346,7 +346,7 @@ def test_a_bias_has_a_gradient_if_it_requires_grad(
     kind = SESSION.entry(call, None)
     assert kind is not None
     assert kind.has_best_tensors
-    (backward,) = (one for one in machine.kernels if one.writes("dq"))
+    (backward,) = (kernel for kernel in machine.kernels if kernel.writes("dq"))
     assert backward.writes("dbias") is is_trained
 
 
@@ -365,8 +365,8 @@ def test_passes_serve_without_autograd(machine: Machine, problem: Problem, make_
     want, want_lse = unfused(*call[:3], scale=0.125, causal=Causal.BOTTOM_RIGHT, return_lse=True)
     torch.testing.assert_close(out, want)
     torch.testing.assert_close(lse, want_lse)
-    found = passes.backward(BackwardInputs(*call[:3], out, lse, torch.ones_like(out), None, None))
-    assert found.dq.shape == call.q.shape
+    gradients = passes.backward(BackwardInputs(*call[:3], out, lse, torch.ones_like(out), None, None))
+    assert gradients.dq.shape == call.q.shape
 
 
 def test_invalid_calls_are_refused_without_an_error(machine: Machine, problem: Problem) -> None:

@@ -72,5 +72,5 @@ def test_gradients_are_on_the_devices_of_their_inputs(
     backward = BoundBackward(choice, request_on_gpu, Platform(), bind)  # type: ignore[arg-type]
     bound = Bound(lambda *_: None, *(lambda: on_current_device,) * 3)
     backward._launches[(q.stride(),) * 5] = bound
-    found = backward.plainly(BackwardInputs(q, q, q, out, torch.zeros(1, 2, 16), out, None, None))
-    assert [gradient is on_current_device for gradient in found[:3]] == [current == 3] * 3
+    gradients = backward.plainly(BackwardInputs(q, q, q, out, torch.zeros(1, 2, 16), out, None, None))
+    assert [gradient is on_current_device for gradient in gradients[:3]] == [current == 3] * 3

@@ -42,13 +42,13 @@ class Bound:
 @pytest.fixture
 def bound(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Bound:
     """Launches write ones."""
-    found = Bound([])
+    record = Bound([])
     real = decision.choose
 
     def bind(kernel: Kernel, target: object, tensors: object, side: object, **_: object) -> Any:
         if not machine.compiles:
             raise KernelError("PTXASError: out of registers")
-        found.kernels.append(kernel)
+        record.kernels.append(kernel)
         assert isinstance(side, ExtraInputs)
 
         def launch(tensors: tuple[Tensor, ...], *rest: object) -> None:
@@ -57,12 +57,12 @@ def bound(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Bound:
         return launch
 
     def choose(bound: BoundRequest) -> tuple[Decision, ...]:
-        found.choices += 1
+        record.choices += 1
         return real(bound)
 
     machine.launch = bind
     monkeypatch.setattr(prepare, "choose", choose)
-    return found
+    return record
 
 
 def packed(*lengths: int) -> tuple[Any, ...]:
@@ -103,17 +103,17 @@ def test_float64_calls_do_not_take_the_kernel_of_an_equal_float32_call(
 def test_failed_kernel_is_replaced_with_one_warning(wrong: str, bound: Bound, machine: Machine) -> None:
     setattr(machine, wrong, False)
     call = varlen_call(*packed(20, 7), return_lse=True, causal=True, window=(5, 0))
-    given = packed(20, 7)
-    given = (call.q, call.k, call.v, *given[3:])
+    operands = packed(20, 7)
+    operands = (call.q, call.k, call.v, *operands[3:])
     with pytest.warns(flashtune.FlashtuneWarning, match="so the unfused computation serves"):
-        result = flashtune.attention_varlen(*given, return_lse=True, causal=True, window=(5, 0))
+        result = flashtune.attention_varlen(*operands, return_lse=True, causal=True, window=(5, 0))
     agrees(call, result, 2e-2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         token = torch.randn(2, HEADS, 32)
         assert flashtune.attention_paged(token, *paged((20, 9))).shape == token.shape
     with pytest.raises(FlashtuneError):
-        flashtune.attention_varlen(*given, causal=True, window=(5, 0), prefer="generated")
+        flashtune.attention_varlen(*operands, causal=True, window=(5, 0), prefer="generated")
 
 
 def test_unsupported_problem_error_names_the_feature_to_omit(
@@ -168,8 +168,8 @@ def test_windows_without_effect_use_plain_kernels(machine: Machine) -> None:
 def test_decoding_kernels_serve_few_tiles_of_queries_only(machine: Machine) -> None:
     def family(queries: int, sequences: int = 2) -> str:
         q = torch.randn(sequences, queries, HEADS, 64).half()
-        given = paged((2048, 900) * (sequences // 2), widths=(64, 64))
-        pages = given.k_cache.half(), given.v_cache.half(), *given[2:]
+        operands = paged((2048, 900) * (sequences // 2), widths=(64, 64))
+        pages = operands.k_cache.half(), operands.v_cache.half(), *operands[2:]
         told = flashtune.explain_paged(q, *pages)
         assert told.selection is not None
         return told.selection.record.family

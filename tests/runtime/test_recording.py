@@ -91,9 +91,9 @@ def test_calls_are_counted_by_alignment(
     with flashtune.record_calls(file):
         flashtune.attention(q, k, v, causal=True)
         flashtune.attention(odd, k, v, causal=True)
-    found = read_counts(file)
-    assert {count.specialization.alignment for count in found} == {Alignment.SIXTEEN, Alignment.ANY}
-    assert {count.problem for count in found} == {problem}
+    counts = read_counts(file)
+    assert {count.specialization.alignment for count in counts} == {Alignment.SIXTEEN, Alignment.ANY}
+    assert {count.problem for count in counts} == {problem}
 
 
 def test_empty_and_float64_calls_are_not_recorded(problem: Problem, file: Path) -> None:
@@ -111,9 +111,9 @@ def test_calls_that_need_gradients_are_counted_for_both_passes(problem: Problem,
     with flashtune.record_calls(file):
         for _ in range(3):
             flashtune.attention(q.requires_grad_(), k, v, causal=True)
-    found = {count.problem: (count.calls, count.specialization.lse) for count in read_counts(file)}
+    counts = {count.problem: (count.calls, count.specialization.lse) for count in read_counts(file)}
     backward = msgspec.structs.replace(problem, direction=Direction.BACKWARD)
-    assert found == {problem: (3, True), backward: (3, False)}
+    assert counts == {problem: (3, True), backward: (3, False)}
 
 
 @pytest.mark.slow

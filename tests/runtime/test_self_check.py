@@ -160,16 +160,16 @@ class FakePreload:
 @pytest.fixture
 def entered(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Devices and streams without a GPU: those that were entered."""
-    found: list[object] = []
+    contexts: list[object] = []
 
-    def enter(one: object) -> contextlib.AbstractContextManager[None]:
-        found.append(one)
+    def enter(context: object) -> contextlib.AbstractContextManager[None]:
+        contexts.append(context)
         return contextlib.nullcontext()
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the caller's on {device}")
     monkeypatch.setattr(torch.cuda, "stream", enter)
     monkeypatch.setattr(torch.cuda, "device", enter)
-    return found
+    return contexts
 
 
 @pytest.mark.parametrize("error", [None, KernelError("does not compile")], ids=str)

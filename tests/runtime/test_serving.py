@@ -79,7 +79,7 @@ def test_outputs_are_written_to_a_tensor_of_the_caller(
 
 
 def test_outputs_of_baselines_are_copied(machine: Machine, problem: Problem) -> None:
-    q, k, v = (one.double() for one in inputs(problem))
+    q, k, v = (tensor.double() for tensor in inputs(problem))
     out = torch.zeros_like(q)
     write_call(out, dense_call(q, k, v, causal=True))
     torch.testing.assert_close(out, flashtune.attention(q, k, v, causal=True))
@@ -158,8 +158,8 @@ def test_gradients_go_through_generated_kernels(machine: Machine, problem: Probl
     out = flashtune.attention(q, k, v, causal=True)
     grads = torch.autograd.grad(out.square().sum(), (q, k, v))
     reference = torch.autograd.grad(expected(q, k, v).square().sum(), (q, k, v))
-    for one, other in zip(grads, reference, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+    for gradient, other in zip(grads, reference, strict=True):
+        torch.testing.assert_close(gradient, other, atol=1e-4, rtol=1e-4)
     assert (machine.launches, machine.backward_launches) == (1, 1)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")

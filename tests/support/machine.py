@@ -31,6 +31,7 @@ class Machine(Platform, KernelLoader):
     """A GPU that computes on the CPU: kernels are rendered for it, never compiled."""
 
     def __init__(self) -> None:
+        Platform.__init__(self)
         KernelLoader.__init__(self, Checks(self))
         self.binaries = Loaded(self)
         self.tables = Tables({}, {})
@@ -163,7 +164,7 @@ class Compiler(CompilerProcess):
         self.failure: Exception | None = None
         self.threads: set[str] = set()
 
-    def prepare(self, *_: object) -> None:
+    def prepared(self, *_: object) -> None:
         self.threads.add(threading.current_thread().name)
         self.release.wait(600)
         if self.failure is not None:

@@ -3,8 +3,10 @@
 import contextlib
 from collections.abc import Iterator
 
-from flashtune.core.caches import CACHES
+from flashtune.core import files, notices
+from flashtune.dispatch.masked_sdpa import MaskTrials
 from flashtune.dispatch.platform import Platform
+from flashtune.dispatch.tables import tuned_records
 from flashtune.launch.compiler_process import CompilerProcess
 from flashtune.runtime.kernel_loader import KernelLoader
 from flashtune.runtime.self_check import SelfChecks
@@ -15,7 +17,11 @@ def forget_all() -> None:
     """Clears all caches, as in a new process. Loaded kernels stay."""
     SESSION.forget()
     SESSION.loader.checks = SelfChecks()
-    CACHES.reset()
+    SESSION.loader.rendered.clear()
+    SESSION.platform.mask_trials = MaskTrials(SESSION.platform.sdpa_backend)
+    tuned_records.cache_clear()
+    notices._seen_messages.clear()
+    files._lock_faults.clear()
 
 
 @contextlib.contextmanager

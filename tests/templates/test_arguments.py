@@ -1,12 +1,18 @@
 """Tests of the arguments of kernels, with the scales of quantised inputs."""
 
+from pathlib import Path
+
 import pytest
 
+from flashtune.core.features.table import FEATURES
 from flashtune.core.kernel import Alignment, Argument, Specialization
-from flashtune.core.problem import Dtype
+from flashtune.core.problem import Dtype, Feature
 from flashtune.core.target import find_target
 from flashtune.launch.binding import compile_binary
 from flashtune.templates.common.args.arguments import forward_arguments, transpose_arguments
+from flashtune.templates.registry import families
+from flashtune.tuner.workloads.shapes import parse_shape
+from scripts.reference import feature_table
 from tests.problems.plain_e4m3 import MISTAKES, plain_e4m3
 
 PLAIN = Specialization()
@@ -56,3 +62,27 @@ def test_both_kernels_of_a_source_compile_for_hopper() -> None:
 def test_text_replaced_by_mutants_occurs_once(old: str, new: str) -> None:
     # Without a GPU it is never launched, and its source may have moved on.
     assert plain_e4m3().source.count(old) == 1, new
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "features.md"
+
+
+def test_the_table_of_features_is_current() -> None:
+    assert feature_table() in PAGE.read_text(encoding="utf-8"), "python -m benchmarks.documents --write"
+
+
+@pytest.mark.parametrize("feature", Feature)
+def test_examples_set_a_field_of_their_feature(feature: Feature) -> None:
+    example = FEATURES[feature].example
+    # Without a window or chunks, first tokens have no effect.
+    window = "" if feature is Feature.WINDOW else "window=8,"
+    (problem,) = parse_shape(f"heads=8,seqlen=9000,head_dim=64,{window}{example}")
+    assert problem.features - {Feature.WINDOW} == {feature} - {Feature.WINDOW}
+    assert feature in problem.features
+
+
+def test_families_without_features_are_listed() -> None:
+    sentence = PAGE.read_text(encoding="utf-8").split("<!-- table features")[0].rsplit("\n\n", 2)[1]
+    for family in families():
+        if not family.features:
+            assert f"`{family.name}`" in sentence

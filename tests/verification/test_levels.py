@@ -1,25 +1,30 @@
 """Tests that each level has a problem with three tiles of queries and keys for every kernel."""
 
 import itertools
+import random
 from collections.abc import Iterator
 
 import msgspec
 import pytest
+import torch
 
 from flashtune import testing
 from flashtune.core.config import Config
 from flashtune.core.kernel import Specialization
-from flashtune.core.problem import Bias, Causal, Problem
+from flashtune.core.problem import Bias, Causal, Feature, Problem
 from flashtune.core.record import Record
 from flashtune.core.target import find_target
 from flashtune.db.table import shipped_table
-from flashtune.templates.family import Family
+from flashtune.templates.family import Family, unsupported_reason
 from flashtune.templates.registry import families, find_family
 from flashtune.templates.rendering import render
 from flashtune.verification import passes
 from flashtune.verification.cases import Case, Level, lengths_of, splits_of
 from flashtune.verification.gradients.cases import tiles_of
-from tests.problems.plain_masks import visible
+from flashtune.verification.inputs.prepared import prepare
+from tests.gpu.random.random_cases import random_case
+from tests.gpu.random.random_problems import STORED_PAGES, feature_sets, subjects, trials
+from tests.problems.plain_masks import plain_attention, visible
 
 H200 = find_target("h200")
 PLAIN = testing.problem("heads=4,kv_heads=2,seqlen=1024,head_dim=64,dtype=bf16")
@@ -144,3 +149,51 @@ def test_check_uses_the_problems_of_its_level(
     once = {"repeats": 1} if reduced else {}
     assert planned >= {msgspec.structs.replace(case, **once) for case in small}
     assert any(has_third_tiles(family, config, case) for case in small)
+
+
+SUBJECTS = list(subjects(1, H200))
+
+
+def test_all_supported_features_and_pairs_are_drawn() -> None:
+    drawn = {subject.problem.features for subject in SUBJECTS}
+    absent = {asked for asked in feature_sets() if asked not in drawn}
+    # Pages bring their lengths along, no family lays a bias or a block mask over packed sequences, and none
+    # drops weights of latent keys.
+    pairs = {("kv_lengths", "pages"), ("bias", "packed"), ("mla", "dropout")}
+    pairs |= {("block_mask", other) for other in ("packed", "pages", "mla")}
+    assert absent == {asked for asked in feature_sets() if any(asked.issuperset(pair) for pair in pairs)}
+    assert {subject.family for subject in SUBJECTS} >= {"forward_masked", "decode_split_kv", "forward_hopper"}
+
+
+def test_hopper_kernels_of_8_bit_pages_are_drawn_with_other_features() -> None:
+    drawn = {subject.problem.features for subject in SUBJECTS if subject.family == "forward_hopper"}
+    others = {"window", "sink_tokens", "chunk", "prefix", "softcap", "alibi", "sinks"}
+    expected = {STORED_PAGES, STORED_PAGES | {Feature.PACKED}}
+    expected |= {STORED_PAGES | {Feature(other)} for other in others}
+    expected |= {STORED_PAGES | {Feature(other), Feature.PACKED} for other in others}
+    assert expected == {features for features in drawn if features >= STORED_PAGES}
+
+
+def test_kernels_are_reused_and_problems_are_supported() -> None:
+    drawn = list(trials(3 * len(SUBJECTS), 1, H200))
+    assert len({trial.subject for trial in drawn}) == len(SUBJECTS)
+    assert drawn[:20] == list(trials(20, 1, H200))
+    for subject, case in drawn:
+        family = find_family(subject.family)
+        assert unsupported_reason(family, case.problem, H200, subject.specialization) is None
+        # The same source serves: nothing differs but extents.
+        assert case.problem.computation == subject.problem.computation
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_cases_are_prepared_correctly(seed: int) -> None:
+    chance = random.Random(seed)
+    subject = chance.choice([one for one in SUBJECTS if one.problem.head_dim < 256])
+    case = random_case(chance, subject.problem, subject.config)
+    while case.problem.batch * case.problem.heads * case.problem.seqlen_q * case.problem.seqlen_kv > 2**19:
+        case = random_case(chance, subject.problem, subject.config)
+    ready = prepare(case, Specialization().alignment, torch.device("cpu"), seed)
+    q, k, v, expected = (tensor.view for tensor in ready.memory[:4])
+    out, _ = plain_attention(case.problem, q, k, v, ready.side, case.scale)
+    assert out.shape == expected.shape
+    assert out.isfinite().all()

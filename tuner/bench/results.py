@@ -85,7 +85,7 @@ class Environment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class BenchRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One run of the command."""
 
-    command: Annotated[str, msgspec.Meta(max_length=10_000)]  # The command line.
+    command: Annotated[str, msgspec.Meta(max_length=10_000)]
     environment: Environment  # Versions of the baselines.
     ceilings: tuple[Ceiling, ...]  # One for each element type.
     benches: tuple[Bench, ...]  # One for each problem, in the order in which they ran.

@@ -37,20 +37,17 @@ class Tensors(msgspec.Struct, frozen=True):
 
     Contiguous [batch, heads, seqlen, head_dim]. Varlen and paged tensors are views of
     [tokens, heads, head_dim] and [pages, page_size, kv_heads, head_dim].
-
-    Attributes:
-        q, k, v, out: The tensors.
-        side: The extra inputs.
-        lse: Buffer for the log-sum-exp, float32 [batch, heads, seqlen_q], if requested.
-        backward: All tensors that kernels of a backward problem read and write, including these.
     """
 
+    # q, k, v, out: The tensors.
     q: Tensor
     k: Tensor
     v: Tensor
     out: Tensor
     side: ExtraInputs = NO_EXTRA_INPUTS
+    # Buffer for the log-sum-exp, float32 [batch, heads, seqlen_q], if requested.
     lse: Tensor | None = None
+    # All tensors that kernels of a backward problem read and write, including these.
     backward: BackwardTensors | None = None
 
     @property

@@ -254,25 +254,18 @@ def _other_kernel(record: Record) -> str:
 
 
 class Receipt(msgspec.Struct, frozen=True):
-    """The stored result of a verification on a GPU.
-
-    Attributes:
-        driver, triton, ptxas, torch: Versions of that run.
-        kernel: Digest of the kernel: source and specialization.
-        worst_ratio: Largest ratio of a row's error to its tolerance.
-        checks: Number of compared problems and probes.
-        probes: The passed probes; empty in old receipts without a list.
-    """
+    """The stored result of a verification on a GPU."""
 
     device: str
+    # driver, triton, ptxas, torch: Versions of that run.
     driver: str
     triton: str
     ptxas: str
     torch: str
-    kernel: str
-    worst_ratio: float
-    checks: int
-    probes: tuple[str, ...]
+    kernel: str  # Digest of the kernel: source and specialization.
+    worst_ratio: float  # Largest ratio of a row's error to its tolerance.
+    checks: int  # Number of compared problems and probes.
+    probes: tuple[str, ...]  # The passed probes; empty in old receipts without a list.
 
 
 def receipt_of(record: Record) -> Receipt:

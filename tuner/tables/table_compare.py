@@ -52,17 +52,13 @@ class Change(msgspec.Struct, frozen=True):
 
 
 class Retimed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Interleaved times of the kernels of a change on the same inputs, in ms.
+    """Interleaved times of the kernels of a change on the same inputs, in ms."""
 
-    Attributes:
-        problem: The problem's key.
-        old, new: Digests of the kernels.
-        old_ms, new_ms: Median times.
-    """
-
-    problem: str
+    problem: str  # The problem's key.
+    # old, new: Digests of the kernels.
     old: str
     new: str
+    # old_ms, new_ms: Median times.
     old_ms: float
     new_ms: float
 

@@ -39,7 +39,7 @@ class NumberInput(NamedTuple):
 class ScoreRows(NamedTuple, Generic[Fields, Inputs]):
     """Some rows of scores. Results of the functions broadcast with the scores, in their type and device."""
 
-    fields: Fields  # The problem.
+    fields: Fields
     inputs: Inputs  # Extra inputs of the call.
     of_heads: Callable[[Tensor], Tensor]  # Returns a tensor [batch, heads] as [..., 1, 1].
     # Returns a tensor [batch, heads, seqlen_q, seqlen_kv] as [..., rows, keys].
@@ -59,7 +59,7 @@ class Changed(NamedTuple):
 class UsualCall(NamedTuple, Generic[Fields]):
     """A call for which typical inputs are made."""
 
-    fields: Fields  # The problem.
+    fields: Fields
     keys: tuple[int, ...]  # Number of keys of each sequence.
     dtype: torch.dtype  # Element type of q.
     device: torch.device  # Device of the inputs.

@@ -104,23 +104,19 @@ def sink_sums(problem: Problem, rows: SinkRows, steps: Tensor) -> OfHeads:
 
 
 class OfKeys(NamedTuple):
-    """Partial sums of the gradients of k and v over some rows, [pairs, keys, ...]. `steps` is a maximum.
+    """Partial sums of the gradients of k and v over some rows, [pairs, keys, ...]. `steps` is a maximum."""
 
-    Attributes:
-        dk, dv: Exact gradients; dk without the scale.
-        plain_dk, plain_dv: Those of the low-precision reference.
-        dk_spread, dv_spread: Squares of typical errors of each column.
-        queries: Number of rows that see each key, [pairs, keys].
-        steps: Largest relative error of the rows' probabilities, in float32 roundoffs, [pairs, 1].
-    """
-
+    # dk, dv: Exact gradients; dk without the scale.
     dk: Tensor
     dv: Tensor
+    # plain_dk, plain_dv: Those of the low-precision reference.
     plain_dk: Tensor
     plain_dv: Tensor
+    # dk_spread, dv_spread: Squares of typical errors of each column.
     dk_spread: Tensor
     dv_spread: Tensor
-    queries: Tensor
+    queries: Tensor  # Number of rows that see each key, [pairs, keys].
+    # Largest relative error of the rows' probabilities, in float32 roundoffs, [pairs, 1].
     steps: Tensor
 
 

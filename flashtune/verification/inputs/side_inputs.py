@@ -50,7 +50,7 @@ class Draw(NamedTuple):
     """A case for which extra inputs are drawn."""
 
     probe: Probe  # The kind of error that the case exposes.
-    problem: Problem  # The problem.
+    problem: Problem
     lengths: Lengths  # Lengths of its sequences.
     block: int  # Number of keys of the tile that the probe is made for.
     # Its device holds the inputs, except the seed of dropout on the CPU.

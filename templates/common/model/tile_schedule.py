@@ -31,7 +31,7 @@ ROUNDS_IN_STEP = 2
 class Tiling(msgspec.Struct, frozen=True):
     """The tiles of a problem, on which their order depends."""
 
-    problem: Problem  # The problem.
+    problem: Problem
     rows: int  # Queries of a tile.
     columns: int  # Keys of a block.
     pack: int  # Heads that share a tile.

@@ -3,6 +3,7 @@
 The interpreter cannot run instructions of the GPU and products in 16 bits: the tests replace them.
 """
 
+import functools
 import re
 from typing import Any
 
@@ -10,8 +11,9 @@ import msgspec
 import pytest
 import torch
 
+from flashtune import testing
 from flashtune.core.kernel import Alignment, Kernel, Specialization
-from flashtune.core.problem import Causal, Dtype, KvDtype, KvScale, Problem
+from flashtune.core.problem import Dtype, KvDtype, KvScale
 from flashtune.core.target import find_target
 from flashtune.launch.binding import bind
 from flashtune.launch.tensors import ForwardTensors
@@ -38,21 +40,10 @@ def halves(pairs):
 STORED = {KvDtype.E4M3: "tl.float8e4nv", KvDtype.INT8: "tl.int8"}
 
 
-def a_problem(**changes: Any) -> Problem:
-    problem = Problem(
-        dtype=Dtype.BF16,
-        head_dim=64,
-        value_head_dim=64,
-        heads=4,
-        kv_heads=2,
-        batch=2,
-        seqlen_q=3,
-        seqlen_kv=67,
-        causal=Causal.BOTTOM_RIGHT,
-        kv_dtype=KvDtype.E4M3,
-        kv_scale=KvScale.HEAD,
-    )
-    return msgspec.structs.replace(problem, **changes)
+a_problem = functools.partial(
+    testing.problem,
+    "heads=4,kv_heads=2,seqlen_q=3,seqlen_kv=67,head_dim=64,dtype=bf16,causal,batch=2,kv_dtype=e4m3,kv_scale=head",
+)
 
 
 def a_config(**changes: Any) -> DecodeConfig:

@@ -8,10 +8,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import flashtune
+from flashtune import testing
 from flashtune.core.errors import ProblemError
 from flashtune.core.features.records import ExtraInputs
 from flashtune.core.kernel import specialization_of
-from flashtune.core.problem import Causal, Dtype, Problem
+from flashtune.core.problem import Causal
 from flashtune.core.target import find_target
 from flashtune.launch.binding import bind
 from flashtune.launch.tensors import ForwardTensors
@@ -44,10 +45,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, dropout_p: float = 0.3, **options
 
 def shown_mask(config: MaskedConfig, causal: Causal, seed: Tensor, dropout: float) -> Tensor:
     """Which of equal weights a kernel keeps, [batch, heads, queries, keys]: values are unit vectors."""
-    problem = Problem(
-        dtype=Dtype.FP32, head_dim=16, value_head_dim=KEYS, heads=HEADS, kv_heads=1, batch=BATCH,
-        seqlen_q=QUERIES, seqlen_kv=KEYS, causal=causal, dropout=True,
-    )  # fmt: skip
+    shape = f"heads={HEADS},kv_heads=1,batch={BATCH},seqlen_q={QUERIES},seqlen_kv={KEYS},dropout"
+    problem = testing.problem(f"{shape},head_dim=16,value_head_dim={KEYS},dtype=fp32", causal=causal)
     q, k = torch.zeros(BATCH, HEADS, QUERIES, 16), torch.zeros(BATCH, 1, KEYS, 16)
     v = torch.eye(KEYS).expand(BATCH, 1, KEYS, KEYS).contiguous()
     out = torch.empty(BATCH, HEADS, QUERIES, KEYS)

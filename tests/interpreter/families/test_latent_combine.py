@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from flashtune import testing
 from flashtune.core.kernel import Specialization
-from flashtune.core.problem import Causal, Dtype, Problem
 from flashtune.launch.compilation import load_module
 from flashtune.templates.decode_latent_hopper.space import LatentConfig
 from flashtune.templates.registry import find_family
@@ -17,18 +17,8 @@ BATCH, HEADS, QUERIES, WIDTH = 2, 3, 2, 512
 @pytest.mark.parametrize("splits", [2, 16, 31, 128])
 def test_splits_are_weighted_by_their_sums(splits: int) -> None:
     torch.manual_seed(0)
-    problem = Problem(
-        dtype=Dtype.BF16,
-        head_dim=576,
-        value_head_dim=WIDTH,
-        heads=HEADS,
-        kv_heads=1,
-        batch=BATCH,
-        seqlen_q=QUERIES,
-        seqlen_kv=64 * splits,
-        causal=Causal.NONE,
-        mla=True,
-    )
+    shape = f"heads={HEADS},kv_heads=1,head_dim=576,value_head_dim={WIDTH},batch={BATCH},mla"
+    problem = testing.problem(f"{shape},seqlen_q={QUERIES},seqlen_kv={64 * splits}")
     config = LatentConfig(num_warps=4, num_stages=2, num_splits=splits)
     module = load_module(
         render(find_family("decode_latent_hopper"), problem, config, Specialization(lse=True))

@@ -7,15 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from flashtune import FlashtuneError
+from flashtune import FlashtuneError, testing
 from flashtune.core.kernel import Alignment, Specialization
-from flashtune.core.record import Outcome, Provenance, Record
+from flashtune.core.record import Record
 from flashtune.core.target import find_target
-from flashtune.dispatch.versions import current_versions
 from flashtune.templates.registry import find_family
 from flashtune.tuner.tables.hub_package import is_served, package_files
-from flashtune.tuner.workloads.shapes import parse_shape
 from tests.support.models.hub_generation import LENGTHS, NAME, NEW_TOKENS, PAGED, Settings, generation_of
+from tests.support.records import make_record
 
 SHAPE = "heads=4,kv_heads=2,head_dim=32,dtype=fp32,causal"
 SHAPES = [
@@ -185,21 +184,9 @@ warnings.simplefilter("error")
 
 
 def record_of(family: str, shape: str) -> Record:
-    (problem,) = parse_shape(shape)
-    target = find_target("h200")
-    definition = find_family(family)
-    assert definition.supports(problem, target) is None
-    return Record(
-        problem=problem,
-        target="nvidia-h200",
-        family=family,
-        config=definition.default(problem, target),
-        specialization=Specialization(alignment=Alignment.SIXTEEN),
-        kernel=None,
-        outcome=Outcome.OK,
-        provenance=Provenance.PREDICTED,
-        versions=current_versions(family),
-    )
+    problem = testing.problem(shape)
+    assert find_family(family).supports(problem, find_target("h200")) is None
+    return make_record(problem, family=family, specialization=Specialization(alignment=Alignment.SIXTEEN))
 
 
 @pytest.fixture(name="package", scope="module")

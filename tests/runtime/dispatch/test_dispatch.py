@@ -137,10 +137,10 @@ def test_masks_with_equal_diagonals_share_records(problem: Problem, make_record:
 def test_equivalent_problems_have_equal_masks(
     problem: Problem, seqlen_q: int, seqlen_kv: int, causal: Causal
 ) -> None:
-    def seen(one: Problem) -> list[int]:
-        if one.causal is Causal.NONE:
+    def seen(masked: Problem) -> list[int]:
+        if masked.causal is Causal.NONE:
             return [seqlen_kv] * seqlen_q
-        return [max(0, min(row + one.diagonal + 1, seqlen_kv)) for row in range(seqlen_q)]
+        return [max(0, min(row + masked.diagonal + 1, seqlen_kv)) for row in range(seqlen_q)]
 
     posed = resized(problem, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, causal=causal)
     same = same_computation(posed)

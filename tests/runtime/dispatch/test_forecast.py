@@ -34,17 +34,19 @@ def records() -> tuple[Record, ...]:
     """The shipped forward records of shapes that papers report; shapes between them stay untuned."""
     table = shipped_table(TARGET.name)
     assert table is not None
-    forward = (one for one in table.records if not one.problem.is_backward)
-    return tuple(one for one in forward if one.problem.batch * one.problem.seqlen_q >= PAPER_TOKENS)
+    forward = (record for record in table.records if not record.problem.is_backward)
+    return tuple(
+        record for record in forward if record.problem.batch * record.problem.seqlen_q >= PAPER_TOKENS
+    )
 
 
 def test_unsuitable_schedule_is_replaced(records: tuple[Record, ...]) -> None:
     # Measured on an H200: 2 sequences of 8 heads take 1.47 times as long 4 heads at a time as all at once.
     # Some programs get two long tiles and others none.
     problem = shape(heads=8, kv_heads=1, batch=2, seqlen_q=4347, seqlen_kv=4347)
-    found = forecast(problem, records, TARGET, anyone)
-    assert found is not None
-    record, why = found
+    estimate = forecast(problem, records, TARGET, anyone)
+    assert estimate is not None
+    record, why = estimate
     assert isinstance(why.nearest.config, HopperConfig)
     assert isinstance(record.config, HopperConfig)
     assert (why.nearest.config.head_swizzle, record.config.head_swizzle) == (4, 0)
@@ -116,21 +118,21 @@ def test_equal_packed_sequences_take_as_long_as_a_dense_batch(
 def test_tuned_shape_uses_its_own_record(records: tuple[Record, ...]) -> None:
     tables = _tables(records)
     for record in records[::7]:
-        found = select(record.problem, TARGET, tables, Specialization(), generated=True)
-        assert found.record.problem == record.problem
-        assert (found.source, found.forecast) == ("shipped", None)
+        selection = select(record.problem, TARGET, tables, Specialization(), generated=True)
+        assert selection.record.problem == record.problem
+        assert (selection.source, selection.forecast) == ("shipped", None)
 
 
 def test_forecast_at_a_tuned_shape_usually_selects_its_winner(records: tuple[Record, ...]) -> None:
     hopper = [record for record in records if record.family == "forward_hopper"][::5]
     won = 0
     for record in hopper:
-        found = forecast(record.problem, records, TARGET, anyone)
-        assert found is not None
-        assert found[1].nearest.problem == record.problem
+        estimate = forecast(record.problem, records, TARGET, anyone)
+        assert estimate is not None
+        assert estimate[1].nearest.problem == record.problem
         # Other near shapes count too: forecasts were 0.91 to 1.15 of the measured times.
-        assert found[1].nearest_ms == pytest.approx(found[1].nearest.ms, rel=0.2)
-        won += found[0].config == found[1].nearest.config
+        assert estimate[1].nearest_ms == pytest.approx(estimate[1].nearest.ms, rel=0.2)
+        won += estimate[0].config == estimate[1].nearest.config
     assert won > 0.7 * len(hopper)
 
 
@@ -141,8 +143,8 @@ def test_forecast_does_not_depend_on_record_order(records: tuple[Record, ...]) -
     random.Random(3).shuffle(shapes)
     shuffled = tuple(itertools.chain.from_iterable(shapes))
     for problem in problems:
-        one, other = (forecast(problem, order, TARGET, anyone) for order in (records, shuffled))
-        assert one == other
+        first, other = (forecast(problem, order, TARGET, anyone) for order in (records, shuffled))
+        assert first == other
 
 
 def test_only_eligible_records_are_considered(records: tuple[Record, ...]) -> None:
@@ -159,17 +161,17 @@ def test_only_eligible_records_are_considered(records: tuple[Record, ...]) -> No
 def test_forecast_works_with_few_records(records: tuple[Record, ...], anchors: int) -> None:
     problem = shape(seqlen_q=3000, seqlen_kv=3000)
     few = [record for record in tuned_alike(problem, records) if record.config][:anchors]
-    found = forecast(problem, few, TARGET, anyone)
-    assert found is not None
-    assert found[1].nearest in few
+    estimate = forecast(problem, few, TARGET, anyone)
+    assert estimate is not None
+    assert estimate[1].nearest in few
 
 
 def test_forecast_depends_on_the_number_of_sms(records: tuple[Record, ...]) -> None:
     fewer = msgspec.structs.replace(TARGET, name="nvidia-h100-pcie", sm_count=114)
     problem = shape(heads=8, kv_heads=1, batch=2, seqlen_q=4347, seqlen_kv=4347)
-    found = forecast(problem, records, fewer, anyone)
-    assert found is not None
-    assert found[1].nearest.config is not None
+    estimate = forecast(problem, records, fewer, anyone)
+    assert estimate is not None
+    assert estimate[1].nearest.config is not None
 
 
 @pytest.mark.parametrize("seqlen_q", [1, 3, 16, 64])
@@ -237,9 +239,9 @@ def test_neighbour_of_a_winner_has_a_smaller_margin(records: tuple[Record, ...])
     problem = shape(
         head_dim=64, value_head_dim=64, heads=32, kv_heads=32, batch=18, seqlen_q=917, seqlen_kv=917
     )
-    found = forecast(problem, records, TARGET, anyone)
-    assert found is not None
-    chosen, why = found
+    estimate = forecast(problem, records, TARGET, anyone)
+    assert estimate is not None
+    chosen, why = estimate
     assert isinstance(chosen.config, HopperConfig)
     assert chosen.provenance is Provenance.PREDICTED
     assert not chosen.config.balanced_grid

@@ -98,11 +98,11 @@ def test_a_dimension_of_one_element_is_not_shared(biased: Problem) -> None:
 def test_narrowed_bias_is_contiguous_and_has_the_sharing(biased: Problem, way: MaskSharing) -> None:
     small = msgspec.structs.replace(biased, seqlen_q=6, seqlen_kv=5)
     bias = torch.arange(2 * 8 * 6 * 5).view(2, 8, 6, 5)
-    found = narrowed(bias, way)
-    assert found.is_contiguous()
-    assert torch.equal(found.flatten()[:5], torch.arange(5))
-    assert sharing_of(small, found) is way
-    assert found.expand_as(bias).shape == bias.shape
+    narrow = narrowed(bias, way)
+    assert narrow.is_contiguous()
+    assert torch.equal(narrow.flatten()[:5], torch.arange(5))
+    assert sharing_of(small, narrow) is way
+    assert narrow.expand_as(bias).shape == bias.shape
 
 
 # The choice by times
@@ -126,8 +126,8 @@ def record_of(
     )
     assert record.measurement is not None
     times = tuple(
-        SharedTime(way, ms, tuple(PeerTime(name, peer) for name, peer in found.items()))
-        for way, ms, found in shared
+        SharedTime(way, ms, tuple(PeerTime(name, peer) for name, peer in peer_times.items()))
+        for way, ms, peer_times in shared
     )
     measurement = msgspec.structs.replace(record.measurement, shared=times or msgspec.UNSET)
     return msgspec.structs.replace(record, measurement=measurement)
@@ -219,17 +219,17 @@ def test_nearest_shape_provides_times_of_equivalent_sharings(biased: Problem, ma
 @pytest.fixture
 def launches(machine: Machine) -> list[str]:
     """Families whose kernels were launched; they write ones."""
-    found: list[str] = []
+    families: list[str] = []
 
-    def bind(kernel: Kernel, target: object, *given: object, compiled: object) -> Callable[..., None]:
+    def bind(kernel: Kernel, target: object, *arguments: object, compiled: object) -> Callable[..., None]:
         def launch(tensors: tuple[Tensor, ...], *rest: object) -> None:
-            found.append(kernel.family)
+            families.append(kernel.family)
             tensors[3].fill_(1.0)
 
         return launch
 
     machine.launch = bind
-    return found
+    return families
 
 
 @pytest.fixture
@@ -258,10 +258,10 @@ def masks() -> dict[str, tuple[Tensor, bool]]:
 def test_calls_and_plans_select_for_each_sharing(
     call: tuple[Tensor, Tensor, Tensor], launches: list[str], *, reverse: bool
 ) -> None:
-    given = masks()
-    order = [*given, *given]
+    cases = masks()
+    order = [*cases, *cases]
     for name in reversed(order) if reverse else order:
-        mask, by_sdpa = given[name]
+        mask, by_sdpa = cases[name]
         launches.clear()
         flashtune.attention(*call, attn_mask=mask)
         assert (launches == []) == by_sdpa, name
@@ -275,12 +275,12 @@ def test_calls_and_plans_select_for_each_sharing(
 def test_plan_refuses_masks_with_other_sharing(
     call: tuple[Tensor, Tensor, Tensor], launches: list[str]
 ) -> None:
-    given = {name: mask for name, (mask, _) in masks().items()}
-    for name, mask in given.items():
+    by_name = {name: mask for name, (mask, _) in masks().items()}
+    for name, mask in by_name.items():
         plan = flashtune.plan(*call, attn_mask=mask)
-        for other in given.keys() - {name}:
+        for other in by_name.keys() - {name}:
             with pytest.raises(flashtune.FlashtuneError, match="differ from the planned ones"):
-                plan(*call, attn_mask=given[other])
+                plan(*call, attn_mask=by_name[other])
 
 
 @pytest.mark.slow
@@ -291,9 +291,9 @@ def test_compiled_calls_select_for_each_sharing(
         return flashtune.attention(*call, attn_mask=mask)
 
     compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
-    given = masks()
+    cases = masks()
     for name in ("own", "shared", "expanded", "own", "shared"):
-        mask, by_sdpa = given[name]
+        mask, by_sdpa = cases[name]
         launches.clear()
         compiled(mask)
         assert (launches == []) == by_sdpa, name
@@ -304,6 +304,6 @@ def test_reason_names_the_sharing_that_decided(machine: Machine, call: tuple[Ten
     told = flashtune.explain(*call, attn_mask=shared)
     assert told.reason == "sdpa-cudnn was measured as fast or faster with a mask shared over heads"
     assert "  with a mask shared over heads: 0.9 ms, sdpa-cudnn 0.5 ms" in str(told).splitlines()
-    q, k, v = (one[:, :, :300] for one in call)
+    q, k, v = (tensor[:, :, :300] for tensor in call)
     told = flashtune.explain(q, k, v, attn_mask=shared[:, :, :300, :300])
     assert told.reason == "sdpa-cudnn is expected to be faster with a mask shared over heads"

@@ -18,7 +18,7 @@ from flashtune.core.notices import FlashtuneWarning
 from flashtune.core.problem import Bias, Causal, Dtype, Problem
 from flashtune.core.record import Record
 from flashtune.dispatch import masked_sdpa
-from flashtune.dispatch.masked_sdpa import additive_mask, chosen_backend, masked_attention, refusal
+from flashtune.dispatch.masked_sdpa import MaskTrials, additive_mask, chosen_backend, masked_attention
 from flashtune.request.call import dense_call
 from flashtune.request.read_call import read_call
 from flashtune.templates.registry import find_family
@@ -450,7 +450,7 @@ def test_sdpa_on_the_cpu_passes_its_check(seqlen_q: int, kv_heads: int, dtype: t
     request = read_call(dense_call(q, k, k))
     bias = torch.ones(2, 1, 1, 90, dtype=torch.bool)
     backend = chosen_backend(q, k, k, bias, False)
-    assert refusal(request, backend, q, k, k, bias) is None
+    assert MaskTrials(chosen_backend).refusal(request, backend, q, k, k, bias) is None
 
 
 @pytest.mark.parametrize("module", [masked_sdpa, hub_dispatcher])

@@ -61,8 +61,12 @@ def test_fallback_serves_tensors_that_the_selection_cannot_address(
     selected, portable = native_record(make_record, native, problem), make_record(problem, ms=1.0)
     for tuned in (tables(selected, portable), tables(portable, selected)):
         assert chosen(problem, tuned, ALIGNED).record is selected
-        found = chosen(problem, tuned, MISALIGNED)
-        assert (found.record, found.source, found.standing) == (portable, "shipped", VerificationStatus.TIMED)
+        selection = chosen(problem, tuned, MISALIGNED)
+        assert (selection.record, selection.source, selection.standing) == (
+            portable,
+            "shipped",
+            VerificationStatus.TIMED,
+        )
 
 
 def test_shipped_fallback_serves_where_the_user_selection_cannot(
@@ -80,10 +84,10 @@ def test_nearest_record_then_default_serve_without_a_fallback(
     native: Family, problem: Problem, make_record: Make
 ) -> None:
     selected, far = native_record(make_record, native, problem), make_record(resized(problem, 8192))
-    found = chosen(problem, tables(selected, far), MISALIGNED)
-    assert (found.record, found.source) == (far, "estimated")
-    found = chosen(problem, tables(selected), MISALIGNED)
-    assert (found.record.family, found.source) == ("forward_q_outer", "default")
+    selection = chosen(problem, tables(selected, far), MISALIGNED)
+    assert (selection.record, selection.source) == (far, "estimated")
+    selection = chosen(problem, tables(selected), MISALIGNED)
+    assert (selection.record.family, selection.source) == ("forward_q_outer", "default")
 
 
 def test_nearest_record_prefers_the_selection_over_the_fallback(

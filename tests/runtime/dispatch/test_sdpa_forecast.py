@@ -109,8 +109,8 @@ def test_slower_families_of_wider_head_dims_do_not_replace_the_default(
         for width in (256, 128)
     )
     wider = tuple(record for record in records if record.problem.head_dim == 256)
-    known = {record.family for record in tuned_alike(wide, wider)}
-    assert {"backward_hopper", "backward_fused"} <= known
+    families = {record.family for record in tuned_alike(wide, wider)}
+    assert {"backward_hopper", "backward_fused"} <= families
     selection = selected(problem, wider)
     assert (selection.record.family, selection.source) == ("backward_hopper", "default")
 
@@ -159,13 +159,13 @@ def test_transferred_configs_are_in_the_space_of_their_head_dim(
 def test_records_of_the_other_16_bit_type_are_used(problem: Problem, make_record: Make) -> None:
     family = find_family("forward_hopper")
     config = family.default(problem, TARGET)
-    known = make_record(problem, family=family.name, config=config, peers={CUDNN: 0.5})
+    record = make_record(problem, family=family.name, config=config, peers={CUDNN: 0.5})
     other = msgspec.structs.replace(problem, dtype=Dtype.FP16)
-    selection = selected(other, (known,))
+    selection = selected(other, (record,))
     assert (selection.source, selection.record.problem.dtype) == ("estimated", Dtype.FP16)
     assert faster_peer(selection, other, CUDNN) == CUDNN
     wide = msgspec.structs.replace(problem, dtype=Dtype.FP32)
-    assert selected(wide, (known,)).source == "default"
+    assert selected(wide, (record,)).source == "default"
 
 
 def test_very_narrow_heads_use_configs_of_head_dim_64(records: tuple[Record, ...]) -> None:
@@ -186,10 +186,10 @@ def test_sdpa_times_are_estimated_within_bounds(records: tuple[Record, ...]) -> 
     for record in plain:
         assert record.measurement is not None
         took = {peer.name: peer.ms for peer in record.measurement.peers}.get(CUDNN)
-        others = [one for one in tuned_alike(record.problem, plain) if one is not record]
-        known = {peer.name: peer.ms for peer in expected_peers(record.problem, others, TARGET)}
-        if took is not None and CUDNN in known:
-            errors.append(abs(math.log(known[CUDNN] / took)))
+        others = [other for other in tuned_alike(record.problem, plain) if other is not record]
+        times = {peer.name: peer.ms for peer in expected_peers(record.problem, others, TARGET)}
+        if took is not None and CUDNN in times:
+            errors.append(abs(math.log(times[CUDNN] / took)))
     assert len(errors) > 200
     assert statistics.median(errors) < 0.05
     assert sorted(errors)[int(0.9 * len(errors))] < 0.2
@@ -200,8 +200,8 @@ def test_sdpa_serves_float32_until_a_kernel_was_timed(records: tuple[Record, ...
         problem = shape(
             dtype=dtype, heads=8, kv_heads=8, batch=1, seqlen_q=queries, seqlen_kv=keys, causal=Causal.NONE
         )
-        known = by_problem(record for record in records if not record.problem.dtype.is_float32)
-        selection = select(problem, TARGET, Tables({}, known), Specialization(), generated=True)
+        alike = by_problem(record for record in records if not record.problem.dtype.is_float32)
+        selection = select(problem, TARGET, Tables({}, alike), Specialization(), generated=True)
         if not is_untrusted(selection, problem):
             return None
         return untimed_peer((selection,), problem, "sdpa-efficient", TARGET)

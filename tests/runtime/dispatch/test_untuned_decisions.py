@@ -61,9 +61,9 @@ def server(
 
     q, k, v = made(heads[0], lengths[0]), made(heads[1], lengths[1]), made(heads[1], lengths[1])
     masks = {name: value(q, k) if callable(value) else value for name, value in options.items()}
-    found = choose(BoundRequest.of(dense_call(q, k, v, **masks), platform=OnH200()))[0]
-    assert found.selection is not None
-    return found.selection.record.family if found.generated else str(found.backend)
+    selected = choose(BoundRequest.of(dense_call(q, k, v, **masks), platform=OnH200()))[0]
+    assert selected.selection is not None
+    return selected.selection.record.family if selected.generated else str(selected.backend)
 
 
 def shared_bias(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
@@ -86,8 +86,8 @@ def padding(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
 def test_sdpa_with_copies_serves_biases_of_more_than_one_block(
     lengths: tuple[int, int], expected: str
 ) -> None:
-    found = server(BF16, (2, 2), lengths, 16, batch=2, shifted=True, attn_bias=shared_bias)
-    assert found == expected
+    backend = server(BF16, (2, 2), lengths, 16, batch=2, shifted=True, attn_bias=shared_bias)
+    assert backend == expected
 
 
 def test_copies_count_for_sdpa() -> None:
@@ -119,14 +119,14 @@ def test_sdpa_serves_gradients_that_are_not_timed() -> None:
     assert server(BF16, (64, 64), (2, 681), 80, batch=5, needs_grad=True) == "sdpa"
     assert server(BF16, (64, 64), (2, 681), 80, batch=5) == "decode_split_kv"
     for causal, by_sdpa in (("top_left", True), ("bottom_right", False)):
-        found = server(BF16, (64, 64), (3, 1530), 160, batch=7, needs_grad=True, causal=causal)
+        backend = server(BF16, (64, 64), (3, 1530), 160, batch=7, needs_grad=True, causal=causal)
         # Bottom-right, SDPA needs a mask, with which its gradients may be NaN.
-        assert (found == "sdpa") == by_sdpa
+        assert (backend == "sdpa") == by_sdpa
 
 
 def test_sdpa_serves_masked_gradients_of_shared_heads_in_float32() -> None:
-    found = server(FP32, (4, 1), (33, 492), 40, batch=4, needs_grad=True, attn_mask=padding)
-    assert found == "sdpa"
+    backend = server(FP32, (4, 1), (33, 492), 40, batch=4, needs_grad=True, attn_mask=padding)
+    assert backend == "sdpa"
 
 
 @pytest.mark.parametrize(
@@ -154,10 +154,10 @@ def test_sdpa_serves_uncertain_estimates(
 
 
 def test_unfused_gradients_of_few_scores_replace_slow_kernels() -> None:
-    found = server(BF16, (16, 2), (475, 25), 128, batch=2, needs_grad=True, shifted=True, attn_bias=bias)
-    assert found == "unfused"
-    found = server(BF16, (4, 4), (25, 25), 128, batch=26, needs_grad=True, attn_bias=shared_bias)
-    assert found == "forward_masked"
+    backend = server(BF16, (16, 2), (475, 25), 128, batch=2, needs_grad=True, shifted=True, attn_bias=bias)
+    assert backend == "unfused"
+    backend = server(BF16, (4, 4), (25, 25), 128, batch=26, needs_grad=True, attn_bias=shared_bias)
+    assert backend == "forward_masked"
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def test_failure_is_warned_once_per_process(machine: Machine, problem: Problem) 
     for out in outs:
         reference = expected(q[:, :, : out.shape[2]], k, v)
         torch.testing.assert_close(out, reference, atol=2e-2, rtol=2e-2)
-    ours = [str(one.message) for one in told if one.category is FlashtuneWarning]
+    ours = [str(warning.message) for warning in told if warning.category is FlashtuneWarning]
     assert len(ours) == 1
     assert "self-check" in ours[0]
 
@@ -113,10 +113,12 @@ def test_calls_with_other_addresses_are_known_during_a_capture(
 ) -> None:
     """Compilers copy tensors before they capture a graph."""
     aligned = inputs(problem)
-    shifted = [torch.empty(one.numel() + 1, dtype=one.dtype)[1:].view(one.shape) for one in aligned]
-    for one, other in zip(shifted, aligned, strict=True):
-        one.copy_(other)
-        assert one.data_ptr() % 16
+    shifted = [
+        torch.empty(tensor.numel() + 1, dtype=tensor.dtype)[1:].view(tensor.shape) for tensor in aligned
+    ]
+    for operand, other in zip(shifted, aligned, strict=True):
+        operand.copy_(other)
+        assert operand.data_ptr() % 16
     bias = torch.zeros(1, 1, problem.seqlen_q, problem.seqlen_kv + 8, dtype=aligned[0].dtype)
     odd, even = bias[..., 1 : problem.seqlen_kv + 1], bias[..., 8:]
     assert odd.stride() == even.stride()
@@ -128,9 +130,9 @@ def test_calls_with_other_addresses_are_known_during_a_capture(
         flashtune.attention(*aligned, causal=True), expected(*aligned), atol=2e-2, rtol=2e-2
     )
     want = expected(*aligned, causal="none")
-    for one in (odd, even):
-        found = flashtune.attention(*aligned, attn_bias=one)
-        torch.testing.assert_close(found, want, atol=2e-2, rtol=2e-2)
+    for operand in (odd, even):
+        out = flashtune.attention(*aligned, attn_bias=operand)
+        torch.testing.assert_close(out, want, atol=2e-2, rtol=2e-2)
     with pytest.raises(KernelError, match="being captured"):
         flashtune.attention(*aligned, causal=False)
     machine.capturing = False

@@ -14,10 +14,11 @@ from flashtune.core.kernel import Kernel, Specialization
 from flashtune.core.problem import Problem
 from flashtune.core.record import Record
 from flashtune.core.target import find_target
-from flashtune.launch import compiler_process, kernel_cache
+from flashtune.launch import compiler_process
 from flashtune.launch.compilation import is_compiled
 from flashtune.launch.compiler_process import CompilerProcess
-from flashtune.launch.kernel_cache import kernel_of, known_kernel
+from flashtune.launch.kernel_cache import kernel_of
+from flashtune.runtime.kernel_loader import KernelLoader
 
 TARGET = find_target("h200")
 NEEDED = Specialization(lse=True)
@@ -29,8 +30,7 @@ def record(problem: Problem, make_record: Callable[..., Record]) -> Record:
 
 
 @pytest.fixture
-def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompilerProcess]:
-    monkeypatch.setattr(kernel_cache, "_rendered", {})
+def compiler() -> Iterator[CompilerProcess]:
     process = CompilerProcess()
     yield process
     process.close()
@@ -46,14 +46,13 @@ def test_a_kernel_comes_from_another_process(
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend("")
     want = kernel_of(record, NEEDED)
-    assert known_kernel(record, NEEDED) is None
     assert not is_compiled(want, TARGET)
-    compiler.prepare(record, NEEDED, TARGET)
-    assert known_kernel(record, NEEDED) == want
-    assert kernel_of(record, NEEDED) is known_kernel(record, NEEDED)
+    loader = KernelLoader()
+    loader.compile_apart(compiler, record, NEEDED, TARGET)
+    assert [*loader.rendered.values()] == [want]
     assert is_compiled(want, TARGET)
     monkeypatch.setattr(compiler, "_ask", None)
-    compiler.prepare(record, NEEDED, TARGET)  # sends nothing to the process
+    loader.compile_apart(compiler, record, NEEDED, TARGET)  # sends nothing to the process
     process = compiler._process
     assert process is not None
     compiler.close()
@@ -64,16 +63,15 @@ def test_failures_are_left_to_the_caller(
     record: Record, compiler: CompilerProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    compiler.prepare(msgspec.structs.replace(record, family="forward_masked"), NEEDED, TARGET)
+    other = msgspec.structs.replace(record, family="forward_masked")
+    assert compiler.prepared(other, NEEDED, TARGET) is None
     assert compiler._process is None, "the process ended, because the config is another family's"
-    assert not kernel_cache._rendered
 
     def fails() -> None:
         raise OSError("no such file")
 
     monkeypatch.setattr(compiler_process, "_started", fails)
-    compiler.prepare(record, NEEDED, TARGET)
-    assert not kernel_cache._rendered
+    assert compiler.prepared(record, NEEDED, TARGET) is None
 
 
 def test_a_frozen_program_starts_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +89,7 @@ def test_a_process_that_a_signal_ended_is_an_error(
     compiler._process = subprocess.Popen(silent, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     threading.Timer(0.05, compiler.kill).start()
     with pytest.raises(KernelError, match="ended by signal 9"):
-        compiler.prepare(record, NEEDED, TARGET)
+        compiler.prepared(record, NEEDED, TARGET)
     assert compiler._process is None
 
 
@@ -100,8 +98,7 @@ def test_a_partial_answer_is_left_to_the_caller(
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(compiler, "_ask", lambda line: b'{"source"')
-    compiler.prepare(record, NEEDED, TARGET)
-    assert not kernel_cache._rendered
+    assert compiler.prepared(record, NEEDED, TARGET) is None
 
 
 def test_a_kernel_that_does_not_compile_is_not_in_the_cache(record: Record) -> None:

@@ -39,15 +39,15 @@ def explained(**changes: Any) -> object:
 
 def varlen(**changes: Any) -> object:
     q, k = torch.randn(sum(QUERIES), 4, 32).double(), torch.randn(sum(KEYS), 2, 32).double()
-    given = {"q": q, "k": k, "v": k, "cu_seqlens_q": starts(QUERIES), "cu_seqlens_k": starts(KEYS)}
-    return flashtune.attention_varlen(**given | {"max_seqlen_q": 16, "max_seqlen_k": 40} | changes)
+    arguments = {"q": q, "k": k, "v": k, "cu_seqlens_q": starts(QUERIES), "cu_seqlens_k": starts(KEYS)}
+    return flashtune.attention_varlen(**arguments | {"max_seqlen_q": 16, "max_seqlen_k": 40} | changes)
 
 
 def pages(**changes: Any) -> object:
     k, v, table, lengths = paged()
-    given = {"k_cache": k.double(), "v_cache": v.double(), "block_table": table, "kv_lengths": lengths}
+    arguments = {"k_cache": k.double(), "v_cache": v.double(), "block_table": table, "kv_lengths": lengths}
     q = torch.randn(len(KEYS), 4, 32, dtype=torch.float64)
-    return flashtune.attention_paged(**{"q": q} | given | changes)
+    return flashtune.attention_paged(**{"q": q} | arguments | changes)
 
 
 def masked(**changes: Any) -> object:
@@ -196,37 +196,37 @@ def test_messages_are_short_and_call_no_methods_of_values() -> None:
 @pytest.mark.parametrize(
     ("step", "sentence"),
     [
-        (lambda cache, one: cache.truncate(one, "1"), "length cannot be '1': pass how many of the 3 tokens"),
-        (lambda cache, one: cache.extend(one, 2.0), "tokens cannot be 2.0: pass a list of numbers"),
-        (lambda cache, one: cache.extend([one], [HUGE]), "a count of tokens cannot be an integer"),
-        (lambda cache, one: cache.extend([[one]], 1), "a sequence cannot be a list: pass its number"),
-        (lambda cache, one: cache.lengths(one), "sequences cannot be 0: pass a list of numbers"),
-        (lambda cache, one: cache.block_table([one], out=3), "out is a int: pass a torch tensor"),
-        (lambda cache, one: cache.layer("0"), "there is no layer '0': the cache has 1"),
-        (lambda cache, one: cache.free({}), "sequence a dict is not in this cache"),
-        (lambda cache, one: cache.append("k", None, torch.arange(3)), "k is a str: pass a torch tensor"),
-        (lambda cache, one: cache.append(torch.ones(3, 1, 8), None, [0, 1, 2]), "slots is a list: pass"),
-        (lambda cache, one: cache.contiguous_bytes(-1), "max_length cannot be -1: pass the tokens"),
-        (lambda cache, one: flashtune.PagedKVCache(TEXT, 16, 1, 8), "pages cannot be '9': pass a number"),
-        (lambda cache, one: flashtune.PagedKVCache(9, 16, HUGE, 8), "kv_heads cannot be an integer of"),
-        (lambda cache, one: flashtune.PagedKVCache(9, 16, 1, 8, device="gpu"), "device cannot be 'gpu'"),
-        (lambda cache, one: flashtune.PagedKVCache(*TOO_LARGE, device="cpu"), "cannot be allocated on cpu"),
-        (lambda cache, one: flashtune.PagedKVCache(*FAR_TOO_LARGE), "a cache of 2\\^69 bytes is too large"),
-        (lambda cache, one: flashtune.merge_attention(*[EIGHT_BITS] * 4), "out_a is torch.float8_e4m3fn"),
-        (lambda cache, one: flashtune.quantize(EIGHT_BITS[None, None, None]), "pass four of a floating type"),
-        (lambda cache, one: flashtune.quantize(TEXT), "the tensor to quantise is a str"),
-        (lambda cache, one: flashtune.merge_attention(TEXT, *[torch.ones(1)] * 3), "out_a is a str: pass"),
+        (lambda cache, seq: cache.truncate(seq, "1"), "length cannot be '1': pass how many of the 3 tokens"),
+        (lambda cache, seq: cache.extend(seq, 2.0), "tokens cannot be 2.0: pass a list of numbers"),
+        (lambda cache, seq: cache.extend([seq], [HUGE]), "a count of tokens cannot be an integer"),
+        (lambda cache, seq: cache.extend([[seq]], 1), "a sequence cannot be a list: pass its number"),
+        (lambda cache, seq: cache.lengths(seq), "sequences cannot be 0: pass a list of numbers"),
+        (lambda cache, seq: cache.block_table([seq], out=3), "out is a int: pass a torch tensor"),
+        (lambda cache, seq: cache.layer("0"), "there is no layer '0': the cache has 1"),
+        (lambda cache, seq: cache.free({}), "sequence a dict is not in this cache"),
+        (lambda cache, seq: cache.append("k", None, torch.arange(3)), "k is a str: pass a torch tensor"),
+        (lambda cache, seq: cache.append(torch.ones(3, 1, 8), None, [0, 1, 2]), "slots is a list: pass"),
+        (lambda cache, seq: cache.contiguous_bytes(-1), "max_length cannot be -1: pass the tokens"),
+        (lambda cache, seq: flashtune.PagedKVCache(TEXT, 16, 1, 8), "pages cannot be '9': pass a number"),
+        (lambda cache, seq: flashtune.PagedKVCache(9, 16, HUGE, 8), "kv_heads cannot be an integer of"),
+        (lambda cache, seq: flashtune.PagedKVCache(9, 16, 1, 8, device="gpu"), "device cannot be 'gpu'"),
+        (lambda cache, seq: flashtune.PagedKVCache(*TOO_LARGE, device="cpu"), "cannot be allocated on cpu"),
+        (lambda cache, seq: flashtune.PagedKVCache(*FAR_TOO_LARGE), "a cache of 2\\^69 bytes is too large"),
+        (lambda cache, seq: flashtune.merge_attention(*[EIGHT_BITS] * 4), "out_a is torch.float8_e4m3fn"),
+        (lambda cache, seq: flashtune.quantize(EIGHT_BITS[None, None, None]), "pass four of a floating type"),
+        (lambda cache, seq: flashtune.quantize(TEXT), "the tensor to quantise is a str"),
+        (lambda cache, seq: flashtune.merge_attention(TEXT, *[torch.ones(1)] * 3), "out_a is a str: pass"),
     ],
 )  # fmt: skip
 def test_a_wrong_argument_of_a_cache_is_refused(
     step: Callable[[flashtune.PagedKVCache, int], object], sentence: str
 ) -> None:
     cache = flashtune.PagedKVCache(9, 16, 1, 8, value_head_dim=0, dtype=torch.float32, device="cpu")
-    one = cache.add()
-    cache.extend(one, 3)
+    sequence = cache.add()
+    cache.extend(sequence, 3)
     with pytest.raises(UsageError, match=sentence):
-        step(cache, one)
-    assert cache.length(one) == 3
+        step(cache, sequence)
+    assert cache.length(sequence) == 3
 
 
 def test_unknown_arguments_are_named_with_the_function_and_close_names() -> None:

@@ -6,13 +6,12 @@ import msgspec
 import pytest
 import torch
 
+from flashtune import testing
 from flashtune.core.canonical import normal_form
-from flashtune.core.problem import Causal, Dtype, Problem
+from flashtune.core.problem import Causal
 from tests.problems.plain_masks import visible
 
-PROBLEM = Problem(
-    dtype=Dtype.BF16, head_dim=64, value_head_dim=64, heads=1, kv_heads=1, batch=1, seqlen_q=8, seqlen_kv=8
-)
+PROBLEM = testing.problem("heads=1,kv_heads=1,seqlen=8,head_dim=64,dtype=bf16")
 
 
 @pytest.mark.slow

@@ -38,13 +38,13 @@ class Launched(NamedTuple):
 @pytest.fixture
 def launched(machine: Machine) -> list[Launched]:
     """Launches in order. They write ones."""
-    found: list[Launched] = []
+    launches: list[Launched] = []
 
     def bind(kernel: Kernel, *_: object, **__: object) -> Callable[..., None]:
         def launch(
             tensors: tuple[Tensor | None, ...], scale: float, side: ExtraInputs = NO_EXTRA_INPUTS
         ) -> None:
-            found.append(Launched(kernel, tuple(tensors), scale, side))
+            launches.append(Launched(kernel, tuple(tensors), scale, side))
             # Outputs follow q, k and v, or in a backward pass also the output, log-sum-exp and its gradient.
             for tensor in tensors[3:] if len(tensors) == 5 else tensors[6:]:
                 if tensor is not None:
@@ -53,14 +53,14 @@ def launched(machine: Machine) -> list[Launched]:
         return launch
 
     machine.launch = bind
-    return found
+    return launches
 
 
 class Operators(TorchDispatchMode):
     """A mode without effect, in which calls go through torch's operators."""
 
-    def __torch_dispatch__(self, op: Any, types: Any, given: Any = (), options: Any = None) -> Any:
-        return op(*given, **(options or {}))
+    def __torch_dispatch__(self, op: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        return op(*arguments, **(options or {}))
 
 
 class Case(NamedTuple):
@@ -127,12 +127,12 @@ def made(case: Case) -> tuple[Any, tuple[Tensor, ...]]:
     q, k, v = (torch.randn(2, heads, LENGTH, WIDTH) for heads in (HEADS, KV_HEADS, KV_HEADS))
     leaves = [tensor.bfloat16().requires_grad_() for tensor in (q, k, v)]
     if case.call == "dense":
-        given = leaves
+        views = leaves
         if options.get("layout") == "bshd":
-            given = [tensor.transpose(1, 2) for tensor in leaves]
-        return flashtune.attention(*given, **options), tuple(leaves)
+            views = [tensor.transpose(1, 2) for tensor in leaves]
+        return flashtune.attention(*views, **options), tuple(leaves)
     if case.call == "packed":
-        leaves = [one.detach()[0].transpose(0, 1).contiguous().requires_grad_() for one in leaves]
+        leaves = [tensor.detach()[0].transpose(0, 1).contiguous().requires_grad_() for tensor in leaves]
         packed: list[Any] = [*leaves, starts(LENGTHS), starts(LENGTHS), max(LENGTHS), max(LENGTHS)]
         return flashtune.attention_varlen(*packed, **options), tuple(leaves)
     if case.call == "e4m3":
@@ -144,7 +144,7 @@ def made(case: Case) -> tuple[Any, tuple[Tensor, ...]]:
     token = torch.randn(2, 1, HEADS, widths[0]).bfloat16()
     pages = [cache.k_cache.bfloat16(), cache.v_cache.bfloat16()]
     if case.call == "pages of 8 bits":
-        pages = [one.to(torch.float8_e4m3fn) for one in pages]
+        pages = [page.to(torch.float8_e4m3fn) for page in pages]
     if case.call == "latent":
         options["value_head_dim"] = 512
     values = None if case.call == "latent" else pages[1]
@@ -179,19 +179,21 @@ def test_every_pass_gets_the_operands_of_its_call(name: str, way: str, launched:
     # Masks and lengths are in the kernels of both passes. The order of dimensions is in strides alone.
     if set(case.names) & {*Options._fields} - {"layout"}:
         run(Case({}, {}), way)
-        assert launches[-1].kernel.digest not in {one.kernel.digest for one in launched[len(launches) :]}
+        assert launches[-1].kernel.digest not in {
+            earlier.kernel.digest for earlier in launched[len(launches) :]
+        }
     for launch in launches:
         for tensor, leaf in zip(launch.tensors, leaves, strict=False):
             assert tensor is not None
             assert tensor.data_ptr() == leaf.data_ptr()
         for operand, value in case.values.items():
-            found: Any = launch.scale if operand == "scale" else getattr(launch.side, operand)
+            actual: Any = launch.scale if operand == "scale" else getattr(launch.side, operand)
             if isinstance(value, Tensor):
-                assert found is not None, operand
-                assert torch.equal(found.expand_as(value), value), operand
+                assert actual is not None, operand
+                assert torch.equal(actual.expand_as(value), value), operand
             else:
-                assert found == value, operand
+                assert actual == value, operand
     for operand in case.names:
         if operand in ExtraInputs._fields:
-            found = [getattr(launch.side, operand) for launch in launches]
-            assert all(one is not None and torch.equal(one, found[0]) for one in found), operand
+            actual = [getattr(launch.side, operand) for launch in launches]
+            assert all(part is not None and torch.equal(part, actual[0]) for part in actual), operand

@@ -48,9 +48,9 @@ def scale_of(heads: int, value: float = 0.5) -> Tensor:
 def test_quantize_uses_the_whole_range_of_each_head(layout: str, dtype: torch.dtype) -> None:
     sizes = torch.tensor([[0.01, 1.0, 30.0, 5e4], [1.0, 0.0, 2.0, 1e-5]])
     tensor = (normal(HEADS) * sizes[:, :, None, None]).to(dtype)
-    given = tensor if layout == "bhsd" else tensor.transpose(1, 2)
-    elements, scale = quantize(given, layout=layout)
-    assert (elements.dtype, elements.shape, elements.is_contiguous()) == (E4M3, given.shape, True)
+    view = tensor if layout == "bhsd" else tensor.transpose(1, 2)
+    elements, scale = quantize(view, layout=layout)
+    assert (elements.dtype, elements.shape, elements.is_contiguous()) == (E4M3, view.shape, True)
     assert (scale.dtype, scale.shape) == (torch.float32, (BATCH, HEADS))
     heads_first = elements if layout == "bhsd" else elements.transpose(1, 2)
     largest = heads_first.float().abs().amax((2, 3))
@@ -127,9 +127,14 @@ def test_call_key_depends_on_presence_of_scales_not_on_values(tensors: Triple) -
     def key(*scales: Any) -> tuple[object, ...]:
         return call_key(dense_call(q, k, v)._replace(side=ExtraInputs(*scales)))
 
-    one, two = scale_of(HEADS), scale_of(HEADS, 3.0)
-    assert key(one, None, None) == key(two, None, None)
-    presences = {key(one, None, None), key(None, one, None), key(one, one, one), key(one, one, None)}
+    first, second = scale_of(HEADS), scale_of(HEADS, 3.0)
+    assert key(first, None, None) == key(second, None, None)
+    presences = {
+        key(first, None, None),
+        key(None, first, None),
+        key(first, first, first),
+        key(first, first, None),
+    }
     presences.add(call_key(dense_call(q, k, v)))
     assert len(presences) == 5
 
@@ -140,7 +145,7 @@ BackwardCase = dict[str, Any]
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[BackwardCase]:
     """A server of every request, whose launches note what they are given."""
-    given: list[BackwardCase] = []
+    calls: list[BackwardCase] = []
 
     def launch(
         tensors: tuple[Tensor, ...],
@@ -148,14 +153,14 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[BackwardCase]:
         side: ExtraInputs = NO_EXTRA_INPUTS,
     ) -> None:
         q, _, _, out, lse = tensors
-        given.append({"q": q, "out": out, "lse": lse, "scale": scale, "scales": side})
+        calls.append({"q": q, "out": out, "lse": lse, "scale": scale, "scales": side})
         out.zero_()
 
     def prepare(bound: BoundRequest, loader: object) -> Executor:
         return executors.launcher(launch, bound.request, bound.tensors[0])
 
     monkeypatch.setattr(session, "prepare", prepare)
-    return given
+    return calls
 
 
 def test_call_allocates_wider_output_and_passes_scales(tensors: Triple, launches: list[BackwardCase]) -> None:
@@ -164,13 +169,13 @@ def test_call_allocates_wider_output_and_passes_scales(tensors: Triple, launches
     out, lse = flashtune.attention(q, k, v, scale=-0.3, return_lse=True, q_scale=q_scale, v_scale=spread)
     assert (out.dtype, out.shape) == (torch.bfloat16, (BATCH, HEADS, ROWS, WIDTH))
     assert (lse.dtype, lse.shape) == (torch.float32, (BATCH, HEADS, ROWS))
-    (given,) = launches
-    assert given["scale"] == 0.3
-    assert torch.equal(given["q"].float(), -q.float()), "a negative scale negates q"
-    assert given["scales"].q_scale is q_scale
-    assert given["scales"].k_scale is None
-    assert given["scales"].v_scale.is_contiguous()
-    assert torch.equal(given["scales"].v_scale, spread)
+    (launch,) = launches
+    assert launch["scale"] == 0.3
+    assert torch.equal(launch["q"].float(), -q.float()), "a negative scale negates q"
+    assert launch["scales"].q_scale is q_scale
+    assert launch["scales"].k_scale is None
+    assert launch["scales"].v_scale.is_contiguous()
+    assert torch.equal(launch["scales"].v_scale, spread)
     assert flashtune.attention(q, k, v).dtype is torch.bfloat16
     assert launches[-1]["scales"] == NO_EXTRA_INPUTS
 
@@ -200,7 +205,7 @@ def test_operators_have_scale_arguments(tensors: Triple, launches: list[Backward
     factors = scale_of(HEADS), scale_of(KV_HEADS), scale_of(KV_HEADS, 2.0)
     op = torch.ops.flashtune.attention
     out = op(q, k, v, "none", None, "bhsd", "fastest", *factors)
-    assert [one is other for one, other in zip(launches[-1]["scales"].scales, factors, strict=True)] == [
+    assert [scale is other for scale, other in zip(launches[-1]["scales"].scales, factors, strict=True)] == [
         True
     ] * 3
     assert op(q, k, v, "none", None, "bhsd", "fastest").dtype is torch.bfloat16

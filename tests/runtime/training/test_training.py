@@ -103,10 +103,12 @@ def test_compile_traces_operators_of_the_backend_of_both_passes(
         return flashtune.attention(q, k, v, causal=True).float().square().sum()
 
     q, k, v = leaves(problem, torch.bfloat16)
-    found = torch.autograd.grad(torch.compile(loss, backend="aot_eager", fullgraph=True)(q, k, v), (q, k, v))
+    compiled = torch.autograd.grad(
+        torch.compile(loss, backend="aot_eager", fullgraph=True)(q, k, v), (q, k, v)
+    )
     wanted = torch.autograd.grad(loss(q, k, v), (q, k, v))
-    for one, other in zip(found, wanted, strict=True):
-        torch.testing.assert_close(one, other)
+    for gradient, other in zip(compiled, wanted, strict=True):
+        torch.testing.assert_close(gradient, other)
     assert (machine.launches, machine.backward_launches, machine.kernels) == (0, 0, [])
 
 
@@ -226,7 +228,7 @@ def test_float64_uses_unfused_attention(options: dict[str, Any]) -> None:
     assert (told.backend, told.reason) == ("unfused", "no kernel takes float64")
     result = attend(q, k, v)
     results = result if isinstance(result, tuple) else (result,)
-    assert {one.dtype for one in results} == {torch.float64}
+    assert {tensor.dtype for tensor in results} == {torch.float64}
     assert torch.autograd.gradcheck(attend, (q, k, v))
     assert torch.autograd.gradgradcheck(attend, (q, k, v))
     compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)

@@ -26,8 +26,8 @@ def test_gradient_with_other_strides_is_bound_once(machine: Machine, problem: Pr
     for _ in range(2):
         out = flashtune.attention(q, k, v, causal=True)
         moved = torch.randn_like(out).transpose(1, 2).contiguous().transpose(1, 2)
-        found = torch.autograd.grad(out, (q, k, v), moved)
-        close(found, torch.autograd.grad(expected(q, k, v), (q, k, v), moved))
+        gradients = torch.autograd.grad(out, (q, k, v), moved)
+        close(gradients, torch.autograd.grad(expected(q, k, v), (q, k, v), moved))
     assert [kernel.family for kernel in machine.kernels[1:]] == ["backward_fused"] * 2
     assert len(machine.checked) == 2, "strides alone are bound anew"
 
@@ -42,8 +42,8 @@ def test_gradient_that_no_kernel_can_address_is_copied(machine: Machine, problem
         torch.randn(*out.shape, 2)[..., 0],
         torch.randn(out.numel() + 1)[1:].view(out.shape),
     ):
-        found = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
-        close(found, torch.autograd.grad(expected(q, k, v), (q, k, v), dout))
+        gradients = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+        close(gradients, torch.autograd.grad(expected(q, k, v), (q, k, v), dout))
     assert len(machine.kernels) == 2
     assert machine.kernels[1].specialization.alignment is Alignment.SIXTEEN
 
@@ -55,8 +55,8 @@ def test_gradient_with_unaligned_strides_of_size_1_dims_is_copied(machine: Machi
     dout = torch.randn(2, 512, 64)[..., None].permute(0, 3, 1, 2)
     assert dout.is_contiguous()
     assert dout.stride(1) == 1
-    found = torch.autograd.grad(out, (q, k, v), dout)
-    close(found, torch.autograd.grad(expected(q, k, v), (q, k, v), dout))
+    gradients = torch.autograd.grad(out, (q, k, v), dout)
+    close(gradients, torch.autograd.grad(expected(q, k, v), (q, k, v), dout))
     assert len(machine.kernels) == 2
 
 
@@ -90,8 +90,8 @@ def test_number_of_cached_launches_is_bounded(
     out = flashtune.attention(q, k, v, causal=True)
     for length in (512, 513, 514, 515):
         dout = torch.randn(2, 8, length, 64)[:, :, :512]
-        found = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
-        close(found, torch.autograd.grad(expected(q, k, v), (q, k, v), dout))
+        gradients = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+        close(gradients, torch.autograd.grad(expected(q, k, v), (q, k, v), dout))
     assert len(machine.kernels) == 1 + 4
     bound = executor_of(out)
     assert len(bound._launches) == 2
@@ -115,8 +115,8 @@ def test_saved_tensors_of_another_form_are_copied(machine: Machine, problem: Pro
     with torch.autograd.graph.saved_tensors_hooks(CHANGES[change], lambda kept: kept):
         out = flashtune.attention(q, k, v, causal=True)
     dout = torch.randn_like(out)
-    found = torch.autograd.grad(out, (q, k, v), dout)
-    close(found, torch.autograd.grad(expected(q, k, v), (q, k, v), dout))
+    gradients = torch.autograd.grad(out, (q, k, v), dout)
+    close(gradients, torch.autograd.grad(expected(q, k, v), (q, k, v), dout))
 
 
 @quiet
@@ -135,5 +135,5 @@ def test_tensors_that_a_kernel_cannot_address_are_copied(machine: Machine, probl
     odd = torch.nn.functional.pad(q.detach(), (0, 3))[..., : q.shape[3]]
     lse = torch.logsumexp(torch.randn(*q.shape[:3], 2), -1).mT.contiguous().mT
     dout, bound = torch.randn_like(out), executor_of(out)
-    given = BackwardInputs(q, k, v, out, lse.contiguous(), dout, None, None)
-    close(bound(given._replace(q=odd, lse=lse))[:3], bound(given)[:3])
+    inputs = BackwardInputs(q, k, v, out, lse.contiguous(), dout, None, None)
+    close(bound(inputs._replace(q=odd, lse=lse))[:3], bound(inputs)[:3])

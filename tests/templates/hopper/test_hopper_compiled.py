@@ -9,12 +9,17 @@ from flashtune.core.config import Config
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Bias, Causal, Dtype, KvDtype, KvScale, Problem
 from flashtune.core.record import Resources
+from flashtune.core.target import find_target
 from flashtune.db.table import shipped_table
 from flashtune.launch.compilation import compile_kernel
 from flashtune.templates.forward_hopper.space import HopperConfig
 from flashtune.templates.rendering import render
 from flashtune.tuner.binary.resources import read_resources
+from flashtune.verification.schedule_fuzzing import delayed
+from tests.mutants.catalogue import gpu_mutants
+from tests.mutants.core import rendered
 from tests.problems.hopper import FAMILY, H200, PLAIN, a_config, a_problem, sram_bytes
+from tests.templates.hopper.shipped_spills import FAMILIES, GPUS, shipped_kernels
 
 E4M3, INT8 = KvDtype.E4M3, KvDtype.INT8
 CAUSAL: dict[str, Any] = {"causal": Causal.BOTTOM_RIGHT}
@@ -175,3 +180,35 @@ def test_both_kernels_of_a_quantised_source_compile() -> None:
     assert "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3" in str(
         compile_kernel(kernel, H200).asm["ptx"]
     )
+
+
+FIRST = {mutant.subject.family: mutant.subject for mutant in reversed(gpu_mutants())}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["forward_hopper", "backward_hopper", "decode_latent_hopper"])
+def test_every_delay_point_compiles_to_a_sleep(family: str) -> None:
+    kernel = delayed(rendered(FIRST[family]))
+    assert kernel is not None
+    binary = compile_kernel(kernel, find_target("h200"))
+    # Each group has its own copy of the code that it runs, and unrolled loops have several.
+    assert binary.asm["ptx"].count("nanosleep.u32") >= kernel.source.count("    fall_behind()\n")
+    kept = compile_kernel(rendered(FIRST[family]), find_target("h200"))
+    assert "nanosleep" not in kept.asm["ptx"]
+    assert kept.metadata.shared == binary.metadata.shared
+
+
+KERNELS = list(shipped_kernels())
+# The most bytes that a shipped kernel of a family spills.
+SPILLED = {"forward_hopper": 56, "backward_hopper": 24}
+
+
+def test_no_shipped_kernel_has_serialised_products() -> None:
+    assert {(row.gpu, row.family) for row in KERNELS} == {(gpu, name) for gpu in GPUS for name in FAMILIES}
+    assert [row for row in KERNELS if row.resources.serialized_wgmma] == []
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_shipped_kernels_spill_few_bytes(family: str) -> None:
+    spilled = [row for row in KERNELS if row.family == family]
+    assert [row for row in spilled if row.resources.spill_bytes > SPILLED[family]] == []

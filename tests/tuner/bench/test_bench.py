@@ -3,17 +3,26 @@
 import math
 from collections.abc import Callable
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
 
 from flashtune.core.errors import UsageError
+from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Causal, Dtype
+from flashtune.core.record import Outcome
+from flashtune.core.target import find_target
+from flashtune.dispatch.lookup import select
+from flashtune.dispatch.tables import tuned_records
+from flashtune.launch.kernel_cache import kernel_of
 from flashtune.runtime.unfused import unfused_attention
 from flashtune.tuner.bench.admission import Admitted, Judge, admit
 from flashtune.tuner.bench.bench import run_bench
 from flashtune.tuner.bench.ceiling import clock_mhz, measure_ceiling
+from flashtune.tuner.bench.driver import compile_ahead
 from flashtune.tuner.bench.flash_attn_4 import FLASH_ATTN_4
+from flashtune.tuner.bench.grids import grid_problems
 from flashtune.tuner.bench.judging import output_judge
 from flashtune.tuner.bench.peer_runs import CUDNN, FLEX, UNFUSED, Contestant, RefusalError
 from flashtune.tuner.bench.results import OURS, LeftOut
@@ -136,3 +145,27 @@ def test_measured_peak_is_faster_than_any_attention() -> None:
     assert ceiling.tflops > 20
     assert 100 < ceiling.clock_mhz < 4000
     assert 100 < clock_mhz(torch.device("cuda", 0)) < 4000
+
+
+H200 = find_target("h200")
+# A kernel that takes no more than a moment to compile.
+SMALL = msgspec.structs.replace(grid_problems("paper")[0], dtype=Dtype.FP16)
+
+
+@pytest.mark.xdist_group("processes")
+def test_each_selected_kernel_is_compiled_once() -> None:
+    more = msgspec.structs.replace(SMALL, batch=SMALL.batch + 1)
+    tables = tuned_records(H200.name)
+    expected = {
+        kernel_of(select(problem, H200, tables, Specialization(), generated=True).record, Specialization())
+        for problem in (SMALL, more)
+    }
+    compiled = compile_ahead((SMALL, more, SMALL), H200)
+    assert {compilation.kernel for compilation in compiled} == {kernel.digest for kernel in expected}
+    assert len(compiled) == len(expected)
+    assert all(compilation.outcome is Outcome.OK for compilation in compiled)
+
+
+def test_unsupported_problems_are_skipped() -> None:
+    wide = msgspec.structs.replace(SMALL, head_dim=512, value_head_dim=512)
+    assert compile_ahead((wide,), H200) == ()

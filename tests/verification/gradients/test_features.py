@@ -7,7 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashtune.core.problem import Bias, Causal, Dtype, Problem
+from flashtune.core.problem import Bias, Causal, Direction, Dtype, Problem
+from flashtune.core.target import find_target
+from flashtune.templates.family import unsupported_reason
+from flashtune.templates.registry import find_family
 from flashtune.verification.cases import Case, Level, lengths_of
 from flashtune.verification.gradients.cases import companions
 from flashtune.verification.gradients.head_sampling import Pairs, sample_pairs
@@ -16,6 +19,7 @@ from flashtune.verification.gradients.reference import Chosen, expect_gradients
 from flashtune.verification.gradients.scores import BackwardCase
 from flashtune.verification.inputs.side_inputs import make_side
 from flashtune.verification.probes import Probe, make_values
+from tests.gpu.random.random_gradients import feature_sets, subjects, trials
 from tests.problems.kernel_cases import PLAIN_MASKS as MASKS
 from tests.problems.plain_masks import plain_attention
 from tests.verification.gradients.checking import a_problem, failures, found_at, refused
@@ -183,3 +187,43 @@ MISTAKES: list[tuple[str, str, Hooks]] = [
 )
 def test_single_error_is_refused(monkeypatch: pytest.MonkeyPatch, name: str, hooks: Hooks) -> None:
     assert refused(monkeypatch, a_problem(**MASKS[name]), hooks)
+
+
+H200 = find_target("h200")
+SUBJECTS = list(subjects(1, H200))
+SMALL = 2**18
+
+
+def test_all_supported_features_and_pairs_are_drawn() -> None:
+    drawn = {subject.problem.features for subject in SUBJECTS}
+    absent = {asked for asked in feature_sets() if asked not in drawn}
+    # No family lays a bias over packed sequences.
+    refused = (("bias", "packed"), ("block_mask", "packed"), ("block_mask", "alibi"))
+    assert absent <= set(map(frozenset, refused))
+    assert "backward_split" in {subject.family for subject in SUBJECTS}
+
+
+def test_drawn_problems_are_supported() -> None:
+    drawn = list(trials(2 * len(SUBJECTS), 1, H200))
+    assert drawn[:20] == list(trials(20, 1, H200))
+    assert len({trial.subject for trial in trials(60, 1, H200, 12)}) == 12
+    for subject, case in drawn:
+        assert case.problem.direction is Direction.BACKWARD
+        assert (
+            unsupported_reason(find_family(subject.family), case.problem, H200, subject.specialization)
+            is None
+        )
+        # The same source serves: nothing differs but extents.
+        assert case.problem.computation == subject.problem.computation
+
+
+@pytest.mark.slow
+def test_correct_gradients_pass_on_random_problems(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = [
+        case
+        for _, case in trials(300, 2, H200)
+        if case.problem.batch * case.problem.heads * case.problem.seqlen_q * case.problem.seqlen_kv < SMALL
+    ]
+    assert len(small) > 30
+    for case in small[:60]:
+        assert failures(found_at(monkeypatch, case)) == []

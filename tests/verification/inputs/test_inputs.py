@@ -10,10 +10,11 @@ from flashtune import testing
 from flashtune.core.config import Config
 from flashtune.core.kernel import Alignment, specialization_of
 from flashtune.core.layouts import DENSE_LAYOUTS, Layout
-from flashtune.core.problem import Causal, Dtype, Problem
+from flashtune.core.problem import Bias, Causal, Dtype, Problem
 from flashtune.core.target import find_target
 from flashtune.request.quantization import LARGEST, quantize
 from flashtune.templates.registry import find_family
+from flashtune.tuner.workloads.shapes import parse_shape
 from flashtune.verification import probes
 from flashtune.verification.cases import Case, Level, companions, far_cases, lengths_of, main_cases, tile_of
 from flashtune.verification.inputs import guarded_tensors
@@ -26,6 +27,8 @@ from flashtune.verification.inputs.guarded_tensors import (
     stray_writes,
 )
 from flashtune.verification.inputs.prepared import dense_values, prepare
+from flashtune.verification.inputs.side_inputs import make_side
+from flashtune.verification.lengths import equal_lengths
 from flashtune.verification.probes import Probe, make_values
 from tests.problems import hopper
 
@@ -235,3 +238,45 @@ def test_quantized_inputs_use_the_full_range(probe: Probe) -> None:
         exact, _ = quantize(value)
         assert (stored.float() != exact.float()).float().mean() < 1e-3
         torch.testing.assert_close(scale * LARGEST, value.abs().amax((2, 3)))
+
+
+ROWS, KEYS = 128, 64
+
+
+def tiles(problem: Problem) -> torch.Tensor:
+    """Returns, for each tile, the elements that change nothing and those that hide keys."""
+    generator = torch.Generator().manual_seed(0)
+    bias = make_side(Probe.RANDOM, problem, equal_lengths(problem), KEYS, generator).bias
+    assert bias is not None
+    is_boolean = problem.bias is Bias.BOOLEAN
+    both = torch.stack((bias, ~bias) if is_boolean else (bias == 0, bias == -torch.inf))
+    split: torch.Tensor = both.unflatten(4, (-1, KEYS)).unflatten(3, (-1, ROWS))
+    return split.transpose(4, 5).flatten(5)
+
+
+@pytest.mark.parametrize("bias", ["boolean", "additive"])
+def test_some_tiles_of_a_mask_are_empty_and_some_full(bias: str) -> None:
+    (problem,) = parse_shape(f"heads=4,seqlen=1024,head_dim=128,batch=2,bias={bias}")
+    is_full, is_empty = tiles(problem).all(-1)
+    assert is_full.float().mean() > 0.1
+    assert is_empty.float().mean() > 0.1
+    assert (~is_full & ~is_empty).float().mean() > 0.4
+    # The first tiles of each head are partial, so that no head is hidden or plain as a whole.
+    assert not (is_full | is_empty)[:, :, :2, 0].all(-1).any()
+
+
+@pytest.mark.parametrize("bias", ["boolean", "additive"])
+def test_full_and_empty_tiles_follow_each_other(bias: str) -> None:
+    (problem,) = parse_shape(f"heads=4,seqlen=1024,head_dim=128,batch=2,bias={bias}")
+    is_full, is_empty = tiles(problem).all(-1)
+    for kind in (is_full, is_empty):
+        assert (kind[..., 1:] & kind[..., :-1]).any(), "several tiles in a row"
+        assert (kind[..., 1:] & ~kind[..., :-1]).any(), "after a partial one"
+
+
+@pytest.mark.parametrize("bias", ["boolean", "additive"])
+def test_some_rows_of_a_long_mask_have_no_keys(bias: str) -> None:
+    (problem,) = parse_shape(f"heads=4,seqlen=2048,head_dim=128,batch=1,bias={bias}")
+    _, is_hidden = tiles(problem)
+    rows = is_hidden.unflatten(-1, (ROWS, KEYS)).all(-1).all(-2)
+    assert 0.01 < rows.float().mean() < 0.1

@@ -1,14 +1,15 @@
-"""Tests of emulated Hopper kernels with block masks against a reference."""
+"""Tests of emulated Hopper kernels with masks, biases and block masks against a reference."""
 
 from typing import Any
 
 import pytest
 
-from flashtune.core.problem import BlockLists, Problem
+from flashtune.core.problem import Bias, BlockLists, Problem
 from tests.problems.hopper import a_config
-from tests.problems.kernel_cases import HOPPER_BLOCKS
+from tests.problems.kernel_cases import HOPPER_BLOCKS, HOPPER_MASKED
 from tests.templates.hopper.emulated.test_hopper_emulated import (
     ALONE,
+    CONFIGS,
     SMALL,
     THREE,
     a_small,
@@ -49,3 +50,17 @@ def a_block_mask(layout: str, name: str, queries: int, keys: int) -> Problem:
     return a_small(
         causal, seqlen_q=queries, seqlen_kv=keys, batch=2, block_mask=size, block_lists=lists, **features
     )
+
+
+@pytest.mark.slow
+@pytest.mark.sampled(every=5)
+@CONFIGS
+@pytest.mark.parametrize("bias", [Bias.ADDITIVE, Bias.BOOLEAN])
+@pytest.mark.parametrize("name", HOPPER_MASKED)
+def test_masks_and_biases(config: dict[str, Any], bias: Bias, name: str) -> None:
+    causal, features = HOPPER_MASKED[name]
+    for queries, keys in LENGTHS:
+        problem = a_small(causal, seqlen_q=queries, seqlen_kv=keys, batch=2, bias=bias, **features)
+        chosen = a_config(problem, **config)
+        worst = worst_error(kernel_of(problem, **config), problem, 3, config=chosen)
+        assert worst < 1e-12, (queries, keys)

@@ -1,12 +1,16 @@
+from typing import Any
+
 from optuna.trial import FrozenTrial, TrialState
 
 from benchmarks.exhaustive.fitting import NOTHING
+from flashtune.core.config import Space
 from flashtune.core.kernel import Specialization
 from flashtune.core.target import find_target
+from flashtune.templates.forward_q_outer.space import Loads
 from flashtune.templates.registry import find_family
 from flashtune.tuner.candidates import Candidate, FamilySpace, SearchTask, open_spaces
 from flashtune.tuner.search.optuna_study import TrialResult
-from flashtune.tuner.search.proposer import FAMILY_CHANCES, DefaultStrategy
+from flashtune.tuner.search.proposer import FAMILY_CHANCES, DefaultStrategy, neighbours
 from flashtune.tuner.search.ranking import Ranked, rank, varied
 from tests.tuner.search.fakes import FAMILY, a_config, a_problem, a_space, alike, by_tile
 
@@ -140,3 +144,55 @@ def test_slow_family_is_pruned() -> None:
         proposer.tell(candidate, TrialResult(30.0 if candidate.family == slow else 1.0))
     assert proposed.count(slow) == FAMILY_CHANCES
     assert proposed.count(fast) == 60 - FAMILY_CHANCES
+
+
+def changed(space: Space, **fields: Any) -> set[tuple[tuple[str, Any], ...]]:
+    """The changed fields of each neighbour of a config."""
+    config = a_config(**fields)
+    assert space.contains(config)
+    return {
+        tuple((name, value) for name, value in near.items() if value != getattr(config, name))
+        for near in neighbours(space, config)
+    }
+
+
+def test_neighbours_differ_on_one_axis_by_a_step() -> None:
+    space = a_space(block_ms=(16, 32, 64, 128, 256), warps=(1, 2, 4, 8))
+    assert changed(space, block_m=64, num_warps=1) == {
+        (("block_m", 32),),
+        (("block_m", 128),),
+        (("block_n", 32),),
+        (("num_warps", 2),),
+        (("loads", Loads.DESCRIPTOR),),
+    }
+
+
+def test_inactive_axes_take_their_first_value() -> None:
+    configs = changed(a_space(), loads=Loads.DESCRIPTOR, overlap_qk=True)
+    assert (("overlap_qk", False),) in configs
+    assert (("loads", Loads.POINTER), ("overlap_qk", False)) in configs
+
+
+def test_config_outside_the_space_has_neighbours_inside() -> None:
+    outside = a_config(block_m=512)
+    inside = list(neighbours(a_space(), outside))
+    assert {near.block_m for near in inside} == {64, 128}  # type: ignore[attr-defined]
+
+
+def test_neighbours_of_the_fastest_are_proposed_soon(scope: SearchTask) -> None:
+    best = Candidate(FAMILY, a_config(block_m=128, num_warps=4))
+    proposer = DefaultStrategy(scope, (best,), alike(scope), {}, seed=0)
+    assert proposer.ask() == best
+    proposer.tell(best, TrialResult(0.5))
+    beside = {Candidate(FAMILY, near) for near in neighbours(scope.spaces[0].space, best.config)}
+    proposed = [proposer.ask() for _ in range(4 * len(beside))]
+    assert beside <= set(proposed)
+    assert len(set(proposed)) == len(proposed)
+
+
+def test_failed_candidates_have_no_proposed_neighbours(scope: SearchTask) -> None:
+    failed = Candidate(FAMILY, a_config())
+    proposer = DefaultStrategy(scope, (failed,), alike(scope), {}, seed=0)
+    assert proposer.ask() == failed
+    proposer.tell(failed, TrialResult(None))
+    assert proposer._neighbour_of_best() is None

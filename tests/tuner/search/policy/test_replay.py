@@ -1,16 +1,20 @@
 import math
 import time
 
+import msgspec
 import pytest
 
 from benchmarks.exhaustive.truth_table import TruthTable, fastest
 from benchmarks.search_replay.replay import Replay, SimulatedTrial, best_after, replay_scope, replay_space
 from flashtune.core.errors import TableError
+from flashtune.core.problem import Problem
 from flashtune.core.record import Outcome
 from flashtune.core.target import find_target
 from flashtune.db.store import Store
+from flashtune.db.table import shipped_table
 from flashtune.tuner.search.driver import run_search
 from flashtune.tuner.search.request import Budget, SearchRequest, SearchResult, Stop
+from flashtune.tuner.search.warm_start import OTHER_FEATURE, remoteness
 from tests.benchmarks.research.truth_fakes import a_table
 
 
@@ -109,3 +113,21 @@ def test_best_after_each_trial_uses_true_times_of_the_finalists() -> None:
     tried = [SimulatedTrial(candidate, 0.0, seen, true) for seen, true in times]
     assert best_after(tried, 2) == [math.inf, 2.5, 1.2, 1.0, 1.2]
     assert best_after(tried, 3) == [math.inf, 2.5, 1.2, 1.0, 1.0]
+
+
+def test_winners_of_the_same_features_are_nearer() -> None:
+    table = shipped_table("nvidia-h200")
+    assert table is not None
+    plain = next(record for record in table.records if record.config)
+
+    def remote(**changes: object) -> float:
+        of: Problem = msgspec.structs.replace(plain.problem, **changes)
+        return remoteness(msgspec.structs.replace(plain, problem=of), asked, plain.target)
+
+    asked = msgspec.structs.replace(plain.problem, window_left=1023, sinks=True)
+    assert remote(window_left=1023, sinks=True) == 0
+    # How wide the window is decides the kernel, and little of which config is best.
+    assert remote(window_left=127, sinks=True) == 0
+    assert remote(window_left=1023) == OTHER_FEATURE
+    assert remote() == 2 * OTHER_FEATURE
+    assert remote(head_dim=plain.problem.head_dim * 2) == math.inf

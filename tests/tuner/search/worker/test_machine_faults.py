@@ -7,17 +7,22 @@ from typing import Any
 
 import pytest
 
+from flashtune import testing
 from flashtune.core.errors import MachineError
+from flashtune.core.kernel import Kernel, Specialization
 from flashtune.core.record import Outcome
-from flashtune.core.target import find_target
+from flashtune.core.target import Target, find_target
 from flashtune.db.store import Store
+from flashtune.templates.registry import find_family
+from flashtune.templates.rendering import render
 from flashtune.tuner.candidates import Candidate, SearchTask
-from flashtune.tuner.execution import compile_pool, gpu_worker, machine_probe, processes
-from flashtune.tuner.execution.compile_pool import CompilePool
+from flashtune.tuner.execution import compile_pool, gpu_jobs, gpu_worker, machine_probe, processes
+from flashtune.tuner.execution.compile_pool import Compiled, CompilePool
 from flashtune.tuner.execution.evaluation import Evaluation
 from flashtune.tuner.execution.gpu_worker import GpuWorker
 from flashtune.tuner.execution.machine_probe import Probe, fault_of, look_for_fault, start_probe
 from flashtune.tuner.execution.processes import LostJob
+from flashtune.verification.schedule_fuzzing import delayed
 from tests.tuner.search import fakes
 from tests.tuner.search.fakes import FAMILY, FakeCompiler, FakeMeasurer, a_config, by_tile
 from tests.tuner.search.small_search import SIZE, search
@@ -187,3 +192,37 @@ def test_finished_gpu_results_are_stored_on_a_full_disk(store: Store) -> None:
     with pytest.raises(MachineError):
         search(store, measurer, FakeCompiler(judge))
     assert len(store.records()) == len(measurer.seen) > 0
+
+
+H200 = find_target("h200")
+PROBLEM = testing.problem("heads=4,seqlen=512,head_dim=128,dtype=bf16")
+ASSUMED = Specialization()
+
+
+def default(family: str) -> Candidate:
+    return Candidate(family, find_family(family).default(PROBLEM, H200))
+
+
+@pytest.mark.parametrize(
+    ("outcome", "family", "judged"),
+    [
+        (Outcome.OK, "forward_hopper", True),
+        (Outcome.INFEASIBLE, "forward_hopper", False),
+        (Outcome.COMPILE_ERROR, "forward_hopper", False),
+        (Outcome.OK, "forward_q_outer", False),
+    ],
+)
+def test_kernels_that_can_be_launched_with_delays(
+    monkeypatch: pytest.MonkeyPatch, outcome: Outcome, family: str, judged: bool
+) -> None:
+    seen: list[Kernel] = []
+
+    def compiled(kernel: Kernel, target: Target) -> Compiled:
+        seen.append(kernel)
+        return Compiled(outcome)
+
+    monkeypatch.setattr(gpu_jobs, "compile_kernel", compiled)
+    candidate = default(family)
+    assert gpu_jobs.build_late(PROBLEM, candidate, ASSUMED, H200) == judged
+    late = delayed(render(find_family(family), PROBLEM, candidate.config, ASSUMED))
+    assert seen == ([] if late is None else [late])
