@@ -93,6 +93,7 @@ def products(tensors: tuple[Tensor, ...]) -> Tensor:
     return (tensors[3].double() * tensors[4].double()).sum(-1).float()
 
 
+@pytest.mark.sampled
 @WIDTHS
 @pytest.mark.parametrize("init", [False, True])
 @pytest.mark.parametrize("with_dlse", [False, True])

@@ -68,6 +68,7 @@ WIDTHS = [(SPLIT, widths) for widths in ((16, 16), (64, 32), (40, 80), (8, 24), 
 WIDTHS += [(FUSED, widths) for widths in ((64, 32), (10, 80), (160, 96))]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("family", "widths"), [pytest.param(*row, id=f"{row[0].name}-{row[1]}") for row in WIDTHS]
 )

@@ -20,6 +20,8 @@ from tests.problems.kernel_cases import WITH_BLOCK_MASK
 
 MASKED, GRADIENTS = (find_family(name) for name in ("forward_masked", "backward_split"))
 CAUSAL = pytest.mark.parametrize("causal", list(Causal))
+# Lists of more heads are tested without other features.
+FEW_HEADS = {"heads": 2, "kv_heads": 1}
 check = functools.partial(kernel_calls.check, MASKED)
 
 
@@ -55,7 +57,7 @@ def test_random_blocks(causal: Causal, size: int, lists: BlockLists) -> None:
 @CAUSAL
 def test_with_another_feature(name: str, causal: Causal) -> None:
     torch.manual_seed(0)
-    problem = a_problem(causal=causal, **WITH_BLOCK_MASK[name])
+    problem = a_problem(causal=causal, **FEW_HEADS, **WITH_BLOCK_MASK[name])
     for split in (False, True):
         config = a_config(f"{name} {causal}", split_masked_loop=split)
         check(problem, a_call(problem, visible_blocks(problem)), config, index_bits=64)
@@ -120,7 +122,7 @@ def test_gradients(causal: Causal, size: int, lists: BlockLists) -> None:
 @pytest.mark.parametrize("name", [name for name in WITH_BLOCK_MASK if name not in ("alibi", "additive")])
 @CAUSAL
 def test_gradients_with_another_feature(name: str, causal: Causal) -> None:
-    check_gradients(a_problem(causal=causal, **WITH_BLOCK_MASK[name]), f"{name} {causal}")
+    check_gradients(a_problem(causal=causal, **FEW_HEADS, **WITH_BLOCK_MASK[name]), f"{name} {causal}")
 
 
 def test_gradients_of_biases_are_refused() -> None:
