@@ -4,23 +4,20 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
 from triton.runtime import driver
 
-from flashtune.core.kernel import Specialization
-from flashtune.core.problem import Causal, Dtype, Problem
-from flashtune.core.record import Measurement, Outcome, PeerTime, Provenance, Record, Verdict
+from flashtune import testing
+from flashtune.core.problem import Problem
+from flashtune.core.record import Record
 from flashtune.dispatch import decision
-from flashtune.dispatch.versions import current_versions
 from flashtune.launch import launch, workspaces
 from flashtune.launch.workspaces import Memory
 from flashtune.runtime.session import SESSION
-from flashtune.templates.registry import find_family
-from flashtune.templates.rendering import render
 from tests.emulator.tensor_maps import Driver
-from tests.support.machine import TARGET, Machine
+from tests.support import records
+from tests.support.machine import Machine
 from tests.support.runtime import forget_all, using
 
 
@@ -39,17 +36,7 @@ def fresh_runtime() -> Iterator[None]:
 
 @pytest.fixture
 def problem() -> Problem:
-    return Problem(
-        dtype=Dtype.BF16,
-        head_dim=64,
-        value_head_dim=64,
-        heads=8,
-        kv_heads=2,
-        batch=2,
-        seqlen_q=512,
-        seqlen_kv=512,
-        causal=Causal.BOTTOM_RIGHT,
-    )
+    return testing.problem("heads=8,kv_heads=2,seqlen=512,head_dim=64,dtype=bf16,causal,batch=2")
 
 
 MakeRecord = Callable[..., Record]
@@ -58,34 +45,7 @@ MakeRecord = Callable[..., Record]
 @pytest.fixture
 def make_record() -> MakeRecord:
     """Records as a search on this machine would have stored them."""
-
-    def make(
-        problem: Problem, ms: float = 1.0, peers: dict[str, float] | None = None, **changes: object
-    ) -> Record:
-        family = find_family("forward_q_outer")
-        config = family.default(problem, TARGET)
-        record = Record(
-            problem=problem,
-            target=TARGET.name,
-            family=family.name,
-            config=config,
-            specialization=Specialization(),
-            kernel=render(family, problem, config, Specialization()).digest,
-            outcome=Outcome.OK,
-            provenance=Provenance.MEASURED,
-            versions=current_versions(family.name),
-            verdict=Verdict(True, 0.4, 100, "", "NVIDIA H200"),
-            measurement=Measurement(
-                ms,
-                ms * 0.99,
-                ms * 1.01,
-                11,
-                peers=tuple(PeerTime(name, time) for name, time in (peers or {}).items()),
-            ),
-        )
-        return msgspec.structs.replace(record, **changes)
-
-    return make
+    return records.make_record
 
 
 @pytest.fixture

@@ -204,7 +204,7 @@ def test_table_hash_covers_records_of_dispatch(problem: Problem, make_record: Ma
     empty = table_hash("nobodys-gpu")
     assert len(empty) == 32
     with open_store() as store:
-        store.pin(store.add(make_record(problem, target="nobodys-gpu")))
+        store.pin(store.add(msgspec.structs.replace(make_record(problem), target="nobodys-gpu")))
     assert table_hash("nobodys-gpu") == empty, "a process never changes its mind"
     forget_all()
     tuned = table_hash("nobodys-gpu")

@@ -17,8 +17,6 @@ from flashtune.dispatch.faster_peers import faster_peer
 from flashtune.dispatch.lookup import select
 from flashtune.dispatch.masked_sdpa import sharing_of, timed_ways
 from flashtune.dispatch.tables import Tables
-from flashtune.templates.registry import find_family
-from flashtune.templates.rendering import render
 from tests.support.machine import TARGET, Machine, tuned
 
 Make = Callable[..., Record]
@@ -115,15 +113,7 @@ def record_of(
     shared: Iterable[tuple[MaskSharing, float, dict[str, float]]] = (),
 ) -> Record:
     """A record of a bias problem of 1 ms, and its times with shared masks."""
-    family = find_family("forward_masked")
-    config = family.default(problem, TARGET)
-    record = make_record(
-        problem,
-        peers=peers,
-        family=family.name,
-        config=config,
-        kernel=render(family, problem, config, Specialization()).digest,
-    )
+    record = make_record(problem, peers=peers, family="forward_masked")
     assert record.measurement is not None
     times = tuple(
         SharedTime(way, ms, tuple(PeerTime(name, peer) for name, peer in peer_times.items()))
