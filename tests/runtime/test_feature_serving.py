@@ -86,6 +86,23 @@ def test_new_token_counts_reuse_the_selected_kernel(bound: Bound, machine: Machi
 
 
 @pytest.mark.filterwarnings("ignore::flashtune.core.notices.FlashtuneWarning")
+@pytest.mark.parametrize("function", [flashtune.attention_varlen, flashtune.attention_paged])
+def test_later_calls_of_a_shape_prepare_nothing_and_read_no_table(
+    bound: Bound, machine: Machine, monkeypatch: pytest.MonkeyPatch, function: Any
+) -> None:
+    reads: list[object] = []
+    monkeypatch.setattr(machine, "records", lambda target: reads.append(target) or machine.tables)
+    is_packed = function is flashtune.attention_varlen
+    operands = packed(70, 50) if is_packed else (torch.randn(2, HEADS, 32), *paged((20, 9)))
+    counts = []
+    for _ in range(3):
+        function(*operands)
+        counts.append((len(reads), bound.choices, len(machine.steps), len(bound.kernels)))
+    assert all(counts[0])
+    assert counts[0] == counts[1] == counts[2]
+
+
+@pytest.mark.filterwarnings("ignore::flashtune.core.notices.FlashtuneWarning")
 @pytest.mark.parametrize("needs_grad", [False, True])
 def test_float64_calls_do_not_take_the_kernel_of_an_equal_float32_call(
     needs_grad: bool, bound: Bound

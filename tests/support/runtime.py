@@ -27,6 +27,7 @@ class Tuned(Platform):
 
 def forget_all() -> None:
     """Clears all caches, as in a new process. Loaded kernels stay."""
+    assert type(SESSION.loader) is KernelLoader, "call it outside of `using`: it drops the loader's checks"
     SESSION.forget()
     SESSION.loader.checks = SelfChecks()
     SESSION.loader.rendered.clear()
