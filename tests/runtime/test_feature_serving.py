@@ -19,6 +19,7 @@ from flashtune.dispatch import decision, lookup
 from flashtune.dispatch.bound_request import BoundRequest
 from flashtune.dispatch.decision import Decision
 from flashtune.dispatch.nearest import nearest_record, same_computation, tuned_alike
+from flashtune.dispatch.tables import Tables
 from flashtune.recording.recorder import read_counts
 from flashtune.request.call import dense_call, varlen_call
 from flashtune.request.read_call import read_call
@@ -91,7 +92,12 @@ def test_later_calls_of_a_shape_prepare_nothing_and_read_no_table(
     bound: Bound, machine: Machine, monkeypatch: pytest.MonkeyPatch, function: Any
 ) -> None:
     reads: list[object] = []
-    monkeypatch.setattr(machine, "records", lambda target: reads.append(target) or machine.tables)
+
+    def records(target: object) -> Tables:
+        reads.append(target)
+        return machine.tables
+
+    monkeypatch.setattr(machine, "records", records)
     is_packed = function is flashtune.attention_varlen
     operands = packed(70, 50) if is_packed else (torch.randn(2, HEADS, 32), *paged((20, 9)))
     counts = []
