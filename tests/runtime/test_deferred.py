@@ -146,6 +146,10 @@ def test_explanations_name_the_caller(machine: Machine, problem: Problem, make_r
     explanation = flashtune.explain(*call[:3], causal=True)
     assert explanation.caller == "torch"
     assert "called by flashtune.integrations.torch" in str(explanation)
+    # Later calls of another kind, without a name and with another one.
+    for usual, name, caller in ((None, "", "torch"), ("sdpa-flash", "vllm", "vllm")):
+        ready(call, usual, name)
+        assert flashtune.explain(*call[:3], causal=True).caller == caller
 
 
 def test_unequal_lengths_are_not_in_the_bucket_of_equal_ones(
