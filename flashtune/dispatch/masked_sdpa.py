@@ -8,12 +8,11 @@ only one of them.
 A hidden key with NaN or infinity makes SDPA's result NaN. The host cannot detect this.
 """
 
-import functools
-
 import torch
 from torch import Tensor
 
 from flashtune.core.caches import keep
+from flashtune.core.constant_tensors import constants
 from flashtune.core.mask_sharing import MaskSharing, distinct_ways, nearest_way
 from flashtune.core.problem import Causal, Feature, Problem
 from flashtune.dispatch.sdpa import (
@@ -107,24 +106,14 @@ def additive_mask(q: Tensor, k: Tensor, bias: Tensor, causal: Causal) -> Tensor:
     hides = causal is not Causal.NONE and diagonal < seqlen_kv - 1
     if not hides and not boolean:
         return bias
-    zero, hidden = _levels(q.dtype, q.device)
+    # Python numbers would be copied to the device in each call.
+    zero, hidden = constants((0.0, -torch.inf), 1, q.dtype, q.device)
     if not hides:
         return torch.where(bias, zero, hidden)
     if boolean:
         return torch.where(bias.expand(-1, -1, seqlen_q, -1).tril(diagonal), zero, hidden)
     seen = torch.ones(seqlen_q, seqlen_kv, dtype=torch.bool, device=q.device).tril_(diagonal)
     return torch.where(seen, bias, hidden)
-
-
-@functools.lru_cache(maxsize=64)
-def _levels(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Returns the numbers to add for visible and for hidden keys.
-
-    Python numbers would be copied to the device in each call.
-    """
-    with torch.inference_mode(False):
-        zero = torch.zeros((), dtype=dtype, device=device)
-        return zero, torch.full_like(zero, -torch.inf)
 
 
 class MaskTrials:

@@ -167,6 +167,15 @@ def test_gradients_of_other_addresses_are_known_during_a_capture(machine: Machin
     assert len(launches) == 2
 
 
+@pytest.mark.filterwarnings("ignore::flashtune.FlashtuneWarning")
+def test_calls_of_other_lengths_share_a_rendered_kernel(machine: Machine, problem: Problem) -> None:
+    q, k, v = inputs(problem)
+    for length in (problem.seqlen_q, problem.seqlen_q - 1):
+        flashtune.attention(q[:, :, :length], k, v, causal=True, prefer="generated")
+    first, second = machine.kernels
+    assert first is second
+
+
 def test_kernel_that_does_not_compile_is_replaced(
     machine: Machine, problem: Problem, make_record: Make
 ) -> None:
