@@ -23,18 +23,11 @@ CACHES = ("cache", "lru_cache")
 
 # The exceptions, each with its reason.
 STATE = {
-    "integrations/flash_attn/patching.py _lock": "guards sys.modules",
-    "integrations/flash_attn/patching.py _replaced": "modules to restore in sys.modules",
-    "integrations/torch.py _changing": "guards torch's table of operators",
-    "integrations/torch.py _removed": "overrides that other threads may still call",
-    "launch/compilation.py _LOADING": "guards the import of rendered files",
-    "launch/compilation.py _launching": "guards Triton's launchers",
+    "launch/compilation.py _lock": "guards the import of rendered files and Triton's interpreter",
     "launch/tma_descriptors.py _thread": "descriptors of one thread's launches",
     "launch/workspaces.py _kept": "GPU memory of launches, by stream",
     "core/files.py _lock_files": "a forked child closes them",
-    "core/files.py _lock_faults": "file systems of folders, below all sessions",
     "core/notices.py _seen_messages": "warnings of modules below all sessions",
-    "core/notices.py _telling": "guards warnings",
 }
 # Dictionaries with entries that `core.caches.keep` does not add.
 ADDED_DIRECTLY = {
@@ -48,20 +41,15 @@ ADDED_DIRECTLY = {
     "runtime/backward_executors.py self._launches": "cleared at MAX_LAUNCHES",
 }
 FUNCTIONS = {
-    "api/merge_states.py _length": "CUDA graphs may read the tensor",
-    "core/canonical_source.py canonical_source": "a function of its argument",
-    "dispatch/forecast.py _span": "a function of its arguments",
-    "dispatch/masked_sdpa.py _levels": "CUDA graphs may read the tensors",
-    "dispatch/sdpa_times.py _schedule_ms": "a function of its arguments",
-    "dispatch/masked_sdpa.py _unfused_leads": "a function of its arguments",
+    "core/constant_tensors.py constants": "CUDA graphs may read the tensors",
+    "dispatch/forecast.py _span": "a function of its arguments, a third of a selection's time",
+    "dispatch/sdpa.py _unfused_leads": "a function of its arguments, in each call of SDPA in float32",
+    "dispatch/sdpa_times.py _schedule_ms": "a function of its arguments, a seventh of a selection's time",
     "dispatch/tables.py tuned_records": "decisions do not change in a process",
-    "dispatch/versions.py current_versions": "installed versions do not change",
-    "integrations/operator_overrides.py _allocators": "a function of its arguments",
-    "integrations/sglang_backend.py backend_class": "a class is defined once",
-    "integrations/vllm_backend.py host_classes": "a class is defined once",
+    "integrations/host_library.py host_subclass": "a class is defined once",
+    "integrations/operator_overrides.py _allocators": "a function of its arguments, in each served call",
     "launch/compilation.py interpreting": "Triton reads the variable once",
     "launch/packed_tail.py _compiled": "loaded kernels stay loaded",
-    "request/quantization.py cached_ones": "CUDA graphs may read the tensor",
 }
 
 

@@ -1,4 +1,4 @@
-"""Locks of modules, which are free in a forked child."""
+"""Locks that are free in a forked child."""
 
 import os
 import threading
@@ -8,7 +8,8 @@ from types import TracebackType
 class ModuleLock:
     """A reentrant lock. A forked child has a new one: a thread that is not there may hold the old one.
 
-    The registration for forks is permanent, so only modules make one. The thread that holds it must not fork.
+    The registration for forks is permanent, so only modules and objects that stay make one. The thread that
+    holds it must not fork.
     """
 
     def __init__(self) -> None:

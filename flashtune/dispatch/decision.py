@@ -28,7 +28,7 @@ from flashtune.dispatch.faster_peers import (
 )
 from flashtune.dispatch.lookup import default_selection, select, without_kernels
 from flashtune.dispatch.masked_sdpa import is_masked, sdpa_allowed
-from flashtune.dispatch.sdpa import copies_ms, has_hidden_keys
+from flashtune.dispatch.sdpa import has_hidden_keys
 from flashtune.dispatch.sdpa_times import EFFICIENT, MATH, related_peers
 from flashtune.dispatch.tables import Tables
 from flashtune.launch.compilation import interpreting
@@ -222,7 +222,7 @@ def _faster_peer(bound: BoundRequest, selection: Selection) -> str | None:
             backend = None
     if is_untrusted(selection, problem) and (backend is not None or not problem.features):
         return untimed_peer((selection,), problem, backend, target)
-    more_ms = copies_ms(bound.views, target) if backend is not None else 0.0
+    more_ms = bound.sdpa_copies_ms if backend is not None else 0.0
     if more_ms and problem.seqlen_kv <= FEW_KEYS:
         backend = None
     if backend is not None and selection.measured.measurement is None and problem.features:
@@ -252,7 +252,7 @@ def _faster_peer_of_pair(bound: BoundRequest, forward: Selection, backward: Sele
             return untimed_peer(passes, problem, backend, target)
     # With a mask, gradients of SDPA's cuDNN backend may be NaN.
     backend = None if problem.features else bound.sdpa_backend
-    more_ms = 0.0 if backend is None else copies_ms(bound.views, target)
+    more_ms = 0.0 if backend is None else bound.sdpa_copies_ms
     has_few_rows = is_untimed and problem.seqlen_q <= FEW_ROWS
     if has_few_rows and not more_ms and not problem.features and _is_maskless(problem):
         return untimed_peer(passes, problem, backend, target)

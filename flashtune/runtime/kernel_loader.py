@@ -36,7 +36,7 @@ class KernelLoader:
     def __init__(self, checks: SelfChecks | None = None) -> None:
         self.checks = checks or SelfChecks()
         self.binaries = Binaries()
-        # The kernels that another process rendered.
+        # Rendered kernels, which calls of other lengths share.
         self.rendered: dict[tuple[object, ...], Kernel] = {}
         # The kernels of calls with features. Numbers of packed tokens are often new.
         self.loaded: dict[KernelKey, LoadedKernel] = {}
@@ -45,8 +45,11 @@ class KernelLoader:
         """Returns the loaded kernel of a selection, after a self-check unless a receipt covers it."""
         record = selection.record
         assert record.config is not None
-        kernel = self.rendered.get(_computation(record, key.specialization))
-        kernel = kernel or kernel_of(record, key.specialization)
+        computation = _computation(record, key.specialization)
+        kernel = self.rendered.get(computation)
+        if kernel is None:
+            kernel = kernel_of(record, key.specialization)
+            keep(self.rendered, computation, kernel)
         if proven_by(selection, kernel.digest):
             return LoadedKernel(kernel, target, self.binaries.of(kernel, target, key.device))
         problem = msgspec.structs.replace(key.problem, causal=record.problem.causal)

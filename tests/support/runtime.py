@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 
-from flashtune.core import files, notices
+from flashtune.core import notices
 from flashtune.core.target import Target
 from flashtune.dispatch.masked_sdpa import MaskTrials
 from flashtune.dispatch.platform import Platform
@@ -36,7 +36,6 @@ def forget_all() -> None:
     SESSION.platform.mask_trials = MaskTrials(SESSION.platform.sdpa_backend)
     tuned_records.cache_clear()
     notices._seen_messages.clear()
-    files._lock_faults.clear()
 
 
 @contextlib.contextmanager
