@@ -10,7 +10,7 @@ import pytest
 from click.testing import Result
 
 from flashtune.core.errors import KernelError
-from flashtune.core.record import Record, Resources
+from flashtune.core.record import Record
 from flashtune.core.target import find_target
 from flashtune.db.codec import Check
 from flashtune.db.table import TunedTable
@@ -20,15 +20,6 @@ from flashtune.tuner.analysis.doctor import Level, examine, gpu, interpreter, li
 from flashtune.tuner.tables import listing, lookup
 
 Run = Callable[..., Result]
-
-
-@pytest.fixture
-def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> mock.Mock:
-    """A compiler that answers at once, and caches of the test's own."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
-    fake = mock.Mock(return_value=Resources(sram_bytes=1))
-    monkeypatch.setattr("flashtune.tuner.binary.resources.read_resources", fake)
-    return fake
 
 
 def findings(result: Result) -> dict[str, tuple[str, str]]:
