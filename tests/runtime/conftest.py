@@ -131,6 +131,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Driver:
 def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     fake = Machine()
     # Tests use float32, and SDPA would serve without timed kernels.
-    monkeypatch.setattr(decision, "is_untrusted", lambda *_: False)
+    monkeypatch.setattr(decision, "is_untrusted", lambda *_: fake.is_untrusted)
     with using(fake, fake, fake.compiler):
         yield fake

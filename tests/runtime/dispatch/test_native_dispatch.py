@@ -130,9 +130,9 @@ def test_error_contains_the_reason_of_each_family(native: Family, problem: Probl
 
 
 def test_gluon_kernels_are_not_selected_under_the_interpreter(
-    native: Family, problem: Problem, monkeypatch: pytest.MonkeyPatch
+    native: Family, problem: Problem, interpret: Callable[[], None]
 ) -> None:
-    monkeypatch.setattr("flashtune.dispatch.lookup.interpreting", lambda: True)
+    interpret()
     assert default_selection(problem, H200, ALIGNED).record.family == "forward_q_outer"
 
 

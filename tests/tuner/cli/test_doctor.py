@@ -163,14 +163,15 @@ def test_shipped_kernels_are_counted_as_in_dispatch(
     assert f"2 kernels, {f'{left} not' if left else 'all'} verified" in finding.message
 
 
-def test_interpreter_requires_older_numpy_under_triton_3_6(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interpreter_requires_older_numpy_under_triton_3_6(
+    interpret: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert interpreter().level is Level.OK
-    monkeypatch.setattr("flashtune.launch.compilation.interpreting", lambda: True)
+    interpret()
     monkeypatch.setattr("triton.__version__", "3.6.0")
-    monkeypatch.setattr("numpy.__version__", "2.4.1")
-    assert interpreter().level is Level.FAIL
-    monkeypatch.setattr("numpy.__version__", "2.3.5")
-    assert interpreter().level is Level.WARN
+    for version, level in (("2.4.1", Level.FAIL), ("2.3.5", Level.WARN)):
+        monkeypatch.setattr("numpy.__version__", version)
+        assert interpreter().level is level
 
 
 @pytest.mark.gpu

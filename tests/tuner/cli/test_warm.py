@@ -30,7 +30,7 @@ A100 = find_target("a100")
 
 @pytest.fixture
 def compiled() -> list[Compiled]:
-    """What fake compilers report: success."""
+    """The report of fake compilers: success."""
     return [Compiled(Outcome.OK, None, Resources(1024, compile_seconds=1.5))]
 
 
