@@ -187,20 +187,24 @@ def test_rows_outside_of_sequences_do_not_contribute_to_sinks() -> None:
         torch.use_deterministic_algorithms(False)
 
 
-def without_backward_kernels(decision: Decision, pass_: Pass[Any]) -> Any:
-    """`prepared` where backward kernels do not compile."""
-    if pass_.key.problem.is_backward:
-        raise KernelError("PTXASError: out of registers")
-    return prepared(decision, pass_)
+@pytest.fixture
+def no_backward_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backward kernels do not compile."""
+
+    def prepared_forward(decision: Decision, pass_: Pass[Any]) -> Any:
+        if pass_.key.problem.is_backward:
+            raise KernelError("PTXASError: out of registers")
+        return prepared(decision, pass_)
+
+    monkeypatch.setattr(prepare, "prepared", prepared_forward)
 
 
 @pytest.mark.parametrize(
     "options", [{}, {"return_lse": True}, {"window": (9, 0), "return_lse": True}], ids=str
 )
 def test_autocast_does_not_change_types_of_baselines(
-    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+    no_backward_kernels: None, options: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(prepare, "prepared", without_backward_kernels)
     q, k, v = (tensor.bfloat16() for tensor in tensors())
 
     def attended() -> tuple[Tensor, ...]:
@@ -214,8 +218,7 @@ def test_autocast_does_not_change_types_of_baselines(
 
 
 @pytest.mark.parametrize("way", ["eager", "aot_eager"])
-def test_failed_backward_kernel_uses_torch_for_both_passes(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
-    monkeypatch.setattr(prepare, "prepared", without_backward_kernels)
+def test_failed_backward_kernel_uses_torch_for_both_passes(no_backward_kernels: None, way: str) -> None:
     q, k, v = tensors()
     with pytest.raises(KernelError, match="out of registers"):
         loss(q, k, v)

@@ -15,7 +15,6 @@ from flashtune.core.errors import ProblemError
 from flashtune.core.kernel import Alignment, Specialization
 from flashtune.core.problem import Problem
 from flashtune.core.record import Record
-from flashtune.dispatch import sdpa
 from flashtune.dispatch.bound_request import BoundRequest
 from flashtune.launch import workspaces
 from flashtune.request.call import dense_call
@@ -98,9 +97,9 @@ def test_plan_with_negative_scale_keeps_strides_of_views(
 
 
 def test_executors_are_cached_by_alignment(
-    machine: Machine, problem: Problem, make_record: Make, monkeypatch: pytest.MonkeyPatch
+    machine: Machine, problem: Problem, make_record: Make, copy_ms: Callable[[float], None]
 ) -> None:
-    monkeypatch.setattr(sdpa, "COPY_MS", math.inf)
+    copy_ms(math.inf)
     tuned(machine, make_record(problem))
     q, k, v = inputs(problem)
     shifted = torch.empty(q.numel() + 1, dtype=q.dtype)[1:].view(q.shape).copy_(q)

@@ -10,7 +10,6 @@ import flashtune
 from flashtune.core.errors import KernelError, ProblemError, VerificationError
 from flashtune.core.notices import FlashtuneWarning
 from flashtune.core.problem import Problem
-from flashtune.dispatch import decision
 from flashtune.runtime import prepare
 from flashtune.runtime.session import SESSION
 from tests.runtime.training.training_calls import (
@@ -117,7 +116,7 @@ def test_compile_traces_operators_of_the_backend_of_both_passes(
 def test_kernels_compute_masks_that_sdpa_refuses_or_compilers_trace(
     machine: Machine, problem: Problem, monkeypatch: pytest.MonkeyPatch, is_compiled: bool
 ) -> None:
-    monkeypatch.setattr(decision, "is_untrusted", lambda *_: True)
+    machine.is_untrusted = True
     monkeypatch.setattr(prepare, "masked_sdpa_executor", lambda *_: None)
     machine.usual = "sdpa-efficient"
     mask = torch.ones(problem.batch, 1, problem.seqlen_q, problem.seqlen_kv, dtype=torch.bool)

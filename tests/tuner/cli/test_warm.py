@@ -29,14 +29,22 @@ A100 = find_target("a100")
 
 
 @pytest.fixture
-def submitted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[SearchTask, Candidate]]:
-    """The jobs of fake compilers, which report success."""
+def compiled() -> list[Compiled]:
+    """The report of fake compilers: success."""
+    return [Compiled(Outcome.OK, None, Resources(1024, compile_seconds=1.5))]
+
+
+@pytest.fixture
+def submitted(
+    monkeypatch: pytest.MonkeyPatch, compiled: list[Compiled]
+) -> list[tuple[SearchTask, Candidate]]:
+    """The jobs of fake compilers."""
     jobs: list[tuple[SearchTask, Candidate]] = []
 
     def submit(_: CompilePool, scope: SearchTask, candidate: Candidate) -> Future[Compiled]:
         jobs.append((scope, candidate))
         done: Future[Compiled] = Future()
-        done.set_result(Compiled(Outcome.OK, None, Resources(1024, compile_seconds=1.5)))
+        done.set_result(compiled[0])
         return done
 
     monkeypatch.setattr(CompilePool, "submit", submit)
@@ -109,13 +117,9 @@ def test_warm_of_recorded_calls_uses_their_specialization(
 
 
 @pytest.mark.slow
-def test_compile_failure_is_an_error(run: Run, shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> Future[Compiled]:
-        done: Future[Compiled] = Future()
-        done.set_result(Compiled(Outcome.COMPILE_ERROR, message="PassManager::run failed"))
-        return done
-
-    monkeypatch.setattr(CompilePool, "submit", refuse)
+@pytest.mark.usefixtures("submitted")
+def test_compile_failure_is_an_error(run: Run, shape: str, compiled: list[Compiled]) -> None:
+    compiled[0] = Compiled(Outcome.COMPILE_ERROR, message="PassManager::run failed")
     result = run("warm", "--target", "a100", "--shape", shape)
     assert result.exit_code == 1
     assert "0 of 1 kernels are compiled" in result.stdout
