@@ -19,16 +19,8 @@ from benchmarks.exhaustive import axes, prediction
 from benchmarks.figures import with_figures
 from benchmarks.host import first_use
 from benchmarks.integrations import report as integrations_report
-from benchmarks.kernels import (
-    fastest,
-    fp8_error,
-    limits,
-    random_report,
-    serving,
-    shipped_report,
-    sram_audit,
-    tritons,
-)
+from benchmarks.kernels import fastest, fp8_error, limits, serving, tritons
+from benchmarks.kernels import report as kernels_report
 from benchmarks.numbers import pages
 from benchmarks.saved import RESULTS, ROOT
 from benchmarks.search_replay import policies_report
@@ -51,15 +43,13 @@ SCRIPTS: dict[str, Callable[[], Mapping[str, str]]] = {
     tritons.SCRIPT: tritons.texts,
     first_use.SCRIPT: first_use.texts,
     fp8_error.SCRIPT: fp8_error.texts,
+    kernels_report.SCRIPT: kernels_report.texts,
     limits.SCRIPT: limits.texts,
-    random_report.SCRIPT: random_report.texts,
     integrations_report.SCRIPT: integrations_report.texts,
     "scripts/reference.py": lambda: {"features": feature_table(), "shape-keys": key_table()},
     saved.SCRIPT: saved.texts,
     search_report.SCRIPT: search_report.texts,
     serving.SCRIPT: serving.texts,
-    shipped_report.SCRIPT: shipped_report.texts,
-    sram_audit.SCRIPT: sram_audit.texts,
     regret.SCRIPT: lambda: regret.texts(RESULTS),
     mutants.SCRIPT: lambda: mutants.texts(mutants.pages_runs(())),
 }

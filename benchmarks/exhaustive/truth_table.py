@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.exhaustive.inner_loop import Loop
+from benchmarks.saved import write
 from flashtune.core.config import AxisValue, Config
 from flashtune.core.errors import TableError
 from flashtune.core.problem import Problem
@@ -150,11 +151,7 @@ def rounded(milliseconds: float) -> float:
 
 def write_table(table: TruthTable, path: Path) -> None:
     """Writes a table atomically."""
-    packed = lzma.compress(msgspec.json.encode(table), preset=9)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f"{path.name}.draft")
-    draft.write_bytes(packed)
-    draft.replace(path)
+    write(path, lzma.compress(msgspec.json.encode(table), preset=9))
 
 
 def read_table(path: Path) -> TruthTable:

@@ -66,10 +66,7 @@ ASKED: dict[Feature, tuple[dict[str, Any], ...]] = {
         {"window_left": 128, "window_right": 17},
         {"window_right": 64},
     ),
-    Feature.SINK_TOKENS: (
-        {"window_left": 100, "sink_tokens": 5},
-        {"chunk": 200, "sink_tokens": 64},
-    ),
+    Feature.SINK_TOKENS: ({"window_left": 100, "sink_tokens": 5}, {"chunk": 200, "sink_tokens": 64}),
     Feature.CHUNK: ({"chunk": 50}, {"chunk": 256}),
     Feature.PREFIX: ({"prefix": True},),
     Feature.BLOCK_MASK: (

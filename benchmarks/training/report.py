@@ -6,24 +6,21 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 
 from benchmarks.kernels import dropout
 from benchmarks.saved import decoded
+from benchmarks.tables import short_title
 from benchmarks.training import memory as training_memory
 from benchmarks.training.charts import losses_picture, memory_picture
 from benchmarks.training.memory import GIB, OURS, Peak
 from examples.training import report as example
-from flashtune.core.problem import Causal
 from flashtune.tuner.cli.output import table
 from flashtune.tuner.workloads.shapes import parse_shape
 
 SCRIPT = "benchmarks/training/report.py"
 MIB = 2**20
-
-Read = TypeVar("Read")
 
 
 class Step(msgspec.Struct, frozen=True):
@@ -184,5 +181,4 @@ def _host(steps: Steps) -> Iterator[str]:
 
 def _title(shape: str) -> str:
     problem = parse_shape(shape)[0]
-    mask = "full" if problem.causal is Causal.NONE else "causal"
-    return f"D{problem.head_dim} {mask}, S={problem.seqlen_kv}"
+    return f"{short_title(problem)}, S={problem.seqlen_kv}"
