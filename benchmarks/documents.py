@@ -35,8 +35,8 @@ TABLE = re.compile(r"<!-- table ([\w-]+): written by (.+?) -->")
 # Tables by name, for each script that pages name.
 SCRIPTS: dict[str, Callable[[], Mapping[str, str]]] = {
     tables.SCRIPT: lambda: tables.texts(tables.RESULTS),
-    training_report.SCRIPT: lambda: training_report.tables(training_report.measured(RESULTS)),
-    policies_report.SCRIPT: lambda: policies_report.texts(policies_report.SAVED),
+    training_report.SCRIPT: training_report.texts,
+    policies_report.SCRIPT: policies_report.texts,
     prediction.SCRIPT: prediction.texts,
     axes.SCRIPT: axes.texts,
     fastest.SCRIPT: fastest.texts,
@@ -86,12 +86,10 @@ def generated() -> dict[Path, str]:
                 texts[script] = SCRIPTS[script]()
             if table not in texts[script]:
                 raise UsageError(f"{name}: {script} writes no table {table} from the saved results")
-            page = with_tables(page, {table: texts[script][table]}, script)
+            begin, end = f"<!-- table {table}: written by {script} -->", f"<!-- end of table {table} -->"
+            page = filled(page, begin, end, texts[script][table])
         contents[path] = with_figures(page)
-    drawn = {
-        **training_report.pictures(training_report.measured(RESULTS)),
-        **policies_report.pictures(policies_report.SAVED),
-    }
+    drawn = {**training_report.pictures(), **policies_report.pictures()}
     return contents | {PICTURES / f"{name}.svg": picture for name, picture in drawn.items()}
 
 
@@ -102,15 +100,6 @@ def filled(page: str, begin: str, end: str, text: str) -> str:
     if not (begun and ended):
         raise UsageError(f"the page has no markers for this text: put {begin} and {end} where it belongs")
     return f"{before}{begin}\n{text}\n{end}{after}"
-
-
-def with_tables(page: str, texts: Mapping[str, str], script: str) -> str:
-    """Returns the page with each text between the comments with its name and script, if it has them."""
-    for name, text in texts.items():
-        begin = f"<!-- table {name}: written by {script} -->"
-        if begin in page:
-            page = filled(page, begin, f"<!-- end of table {name} -->", text)
-    return page
 
 
 if __name__ == "__main__":

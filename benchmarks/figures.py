@@ -98,9 +98,7 @@ def _first_seconds() -> list[float]:
 
 def _judged(policy: str) -> list[float]:
     """A policy's median share of the true best on each truth table, with the judged share tried."""
-    chosen = [
-        summary for summary in policies_report.summaries(policies_report.SAVED) if summary.policy == policy
-    ]
+    chosen = [summary for summary in policies_report.summaries() if summary.policy == policy]
     return [statistics.median(summary.judged) for summary in chosen]
 
 

@@ -119,12 +119,7 @@ def draw(scope: SearchTask, count: int | None, seed: int) -> tuple[int, tuple[Ca
     """Returns the number of candidates that fit by the SRAM model, and these in a uniform order.
 
     The order is that of a seeded hash of the config alone. Draws for several problems thus hold the same
-    configs wherever their spaces do.
-
-    Args:
-        scope: The search task.
-        count: Maximum number of candidates, None for all.
-        seed: Seed of the hash.
+    configs wherever their spaces do. At most `count` are returned, or all if it is None.
     """
     fitting = [candidate for candidate in scope.candidates() if not demand(scope, candidate).excess]
     ordered = sorted(fitting, key=functools.partial(_ticket, seed))
