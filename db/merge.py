@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import itertools
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -11,20 +12,24 @@ from typing import TYPE_CHECKING
 import msgspec
 from sqlalchemy import Connection, Table, select
 
-from flashtune.db.eligibility import by_problem, is_better_selection, why_not_selectable
+from flashtune.db.eligibility import by_problem, is_better_selection, serves_any_tensors, why_not_selectable
 from flashtune.db.engine import explained
 from flashtune.db.errors import UnreadableRecord
 from flashtune.db.location import describe
 from flashtune.db.queries import (
+    CHUNK,
     chosen,
+    chosen_among,
     fetched,
     insert_record,
+    insert_records,
     now,
     offer_fallback,
     payload_of,
     select_chosen,
     select_records,
     take_selection,
+    take_unchosen,
     write_check,
 )
 from flashtune.db.schema import CHECKS, FALLBACKS, SELECTIONS
@@ -76,20 +81,48 @@ def merge_tables(
     news: Counter[bool] = Counter()
     ends: Counter[MergeOutcome] = Counter()
     for table in tables:
-        for records in by_problem(table.records).values():
-            ids = []
-            for record in records:
-                record_id, is_new = insert_record(ours, record, written)
-                ids.append(record_id)
-                news[is_new] += 1
-            ends[_take_selection(ours, records[0], ids[0], written)] += 1
-            for record, record_id in zip(records[1:], ids[1:], strict=True):
-                offer_fallback(ours, record, record_id, written)
+        problems = iter(by_problem(table.records).values())
+        while groups := list(itertools.islice(problems, CHUNK)):
+            records = [record for group in groups for record in group]
+            inserted = insert_records(ours, records, written)
+            news.update(is_new for _, is_new in inserted)
+            ids = iter(record_id for record_id, _ in inserted)
+            rows = [[(record, next(ids)) for record in group] for group in groups]
+            ends.update(_take_groups(ours, table.target, rows, written))
             progress(len(records))
     checks = sum(
         write_check(ours, receipt, written, replace=False) for table in tables for receipt in table.receipts
     )
     return _counts(news, ends, checks)
+
+
+def _take_groups(
+    ours: Connection, target: str, groups: list[list[tuple[Record, int]]], written: str
+) -> Iterator[MergeOutcome]:
+    """Merges the selection and the fallbacks of each problem, with their rows."""
+    keys = [group[0][0].problem.key for group in groups]
+    selections = chosen_among(ours, SELECTIONS, target, keys)
+    fallbacks = chosen_among(ours, FALLBACKS, target, keys)
+    new = [group for group, key in zip(groups, keys, strict=True) if key not in {*selections, *fallbacks}]
+    new_fallbacks = [
+        row
+        for selection, *others in new
+        if not serves_any_tensors(selection[0])
+        for row in others
+        if serves_any_tensors(row[0])
+    ]
+    take_unchosen(ours, [group[0] for group in new], new_fallbacks, written)
+    yield from (MergeOutcome.ADDED for _ in new)
+    for (record, record_id), *others in groups:
+        selection, fallback = selections.get(record.problem.key), fallbacks.get(record.problem.key)
+        if selection is None and fallback is None:
+            continue
+        # A selection is not compared with itself.
+        is_same = selection is not None and selection.id == record_id
+        yield MergeOutcome.KEPT if is_same else _take_selection(ours, record, record_id, written)
+        for other, other_id in others:
+            if fallback is None or fallback.id != other_id:
+                offer_fallback(ours, other, other_id, written)
 
 
 def _from(url: str, rows: Callable[[], Iterable[AnyRow]]) -> Iterator[AnyRow]:

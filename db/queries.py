@@ -62,6 +62,25 @@ def insert_record(connection: Connection, record: Record, created_at: str) -> tu
     return int(connection.execute(query).scalar_one()), False
 
 
+def insert_records(connection: Connection, records: list[Record], created_at: str) -> list[tuple[int, bool]]:
+    """Inserts some hundred records as `insert_record` does, with three statements in all."""
+    rows = [_columns(record, created_at) for record in records]
+    hashes = [str(row["content_hash"]) for row in rows]
+    query = select(RECORDS.c.content_hash, RECORDS.c.id).where(RECORDS.c.content_hash.in_(hashes))
+    stored = {row.content_hash for row in connection.execute(query)}
+    new = {
+        content_hash: row
+        for content_hash, row in zip(hashes, rows, strict=True)
+        if content_hash not in stored
+    }
+    if new:
+        insert = insert_into(connection, RECORDS).on_conflict_do_nothing(index_elements=["content_hash"])
+        connection.execute(insert, list(new.values()))
+    ids = {row.content_hash: int(row.id) for row in connection.execute(query)}
+    # Of equal records the first one is new.
+    return [(ids[content_hash], new.pop(content_hash, None) is not None) for content_hash in hashes]
+
+
 def _columns(record: Record, created_at: str) -> dict[str, object]:
     """Returns a record as a row."""
     payload = encode_record(record)
@@ -172,6 +191,31 @@ def chosen(connection: Connection, table: Table, record: Record) -> StoredRecord
     return next(readable(rows, "this database"), None)
 
 
+def chosen_among(
+    connection: Connection, table: Table, target: str, keys: list[str]
+) -> dict[str, StoredRecord]:
+    """Returns the rows that a table names for some problems of a target, by the problem's key."""
+    query = select_chosen(table, target).where(table.c.problem_key.in_(keys))
+    rows = connection.execute(query).all()
+    return {stored.record.problem.key: stored for stored in readable(rows, "this database")}
+
+
+def take_unchosen(
+    connection: Connection,
+    selections: list[tuple[Record, int]],
+    fallbacks: list[tuple[Record, int]],
+    pinned_at: str,
+) -> None:
+    """Stores the rows of selections, at most one for each problem, and of the fallbacks of these problems.
+
+    The problems have neither, or one that cannot be read.
+    """
+    for table, rows in ((SELECTIONS, selections), (FALLBACKS, fallbacks)):
+        values = [_named(record, record_id, pinned_at) for record, record_id in rows]
+        if values:
+            connection.execute(_upsert(connection, table), values)
+
+
 def take_selection(connection: Connection, record: Record, record_id: int, pinned_at: str) -> None:
     """Selects a row for its record's (problem, target).
 
@@ -203,10 +247,20 @@ def offer_fallback(connection: Connection, record: Record, record_id: int, pinne
 
 
 def _name(connection: Connection, table: Table, record: Record, record_id: int, pinned_at: str) -> None:
-    changed = {"record_id": record_id, "pinned_at": pinned_at}
+    connection.execute(_upsert(connection, table), _named(record, record_id, pinned_at))
+
+
+def _named(record: Record, record_id: int, pinned_at: str) -> dict[str, object]:
+    """Returns the row of `SELECTIONS` or `FALLBACKS` that names a record."""
     key = {"problem_key": record.problem.key, "target": record.target}
-    insert = insert_into(connection, table).values(**key, **changed)
-    connection.execute(insert.on_conflict_do_update(index_elements=list(key), set_=changed))
+    return {**key, "record_id": record_id, "pinned_at": pinned_at}
+
+
+def _upsert(connection: Connection, table: Table) -> Upsert:
+    """Returns the statement that inserts such a row, or replaces the problem's present row."""
+    insert = insert_into(connection, table)
+    changed = {name: insert.excluded[name] for name in ("record_id", "pinned_at")}
+    return insert.on_conflict_do_update(index_elements=["problem_key", "target"], set_=changed)
 
 
 def _same(table: Table, record: Record) -> tuple[ColumnElement[bool], ...]:

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from sqlalchemy import event
+from sqlalchemy.engine import Engine
 
 from flashtune.core.errors import StoreError, TableError
 from flashtune.core.problem import Problem
@@ -174,6 +176,29 @@ def _changed(record: Record, number: int) -> Record:
         p80=record.measurement.p80 * factor,
     )
     return msgspec.structs.replace(record, measurement=measurement)
+
+
+@pytest.mark.slow
+def test_large_table_is_merged_in_few_statements(
+    store: Store, make_record: MakeRecord, make_problem: MakeProblem
+) -> None:
+    records = tuple(make_record(problem=make_problem(batch=batch)) for batch in range(1, 1201))
+    table = TunedTable(target="nvidia-h200", records=records)
+    statements: list[str] = []
+    told: list[int] = []
+
+    def count(connection: object, cursor: object, statement: str, *rest: object) -> None:
+        statements.append(statement)
+
+    event.listen(Engine, "before_cursor_execute", count)
+    try:
+        assert store.merge_tables(table, progress=told.append).selections_added == 1200
+        assert store.merge_tables(table).selections_kept == 1200
+    finally:
+        event.remove(Engine, "before_cursor_execute", count)
+    assert len(statements) < 60
+    assert sum(told) == 1200
+    assert len(told) == 3
 
 
 def test_table_replaces_an_unreadable_selection(store: Store, make_record: MakeRecord) -> None:
