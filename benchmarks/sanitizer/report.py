@@ -4,6 +4,8 @@ from collections.abc import Iterator
 
 import msgspec
 
+from flashtune.tuner.cli.output import table
+
 MAX_REPORTS = 10
 OUTCOMES = ("clean", "errors", "warnings", "failed", "refused")
 
@@ -53,11 +55,8 @@ def report_lines(report: SanitizerReport) -> Iterator[str]:
     """Yields the lines of the report in Markdown: the table, families left out, and the first findings."""
     yield f"On an {report.target}, Triton {report.triton}, compute-sanitizer {report.sanitizer}:"
     yield ""
-    yield (
-        "| tool | family | kernels | shipped ones | nothing found | errors in | warnings in | no verdict "
-        "| did not compile | not run |"
-    )
-    yield "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"
+    heads = ("nothing found", "errors in", "warnings in", "no verdict", "did not compile", "not run")
+    rows = []
     for row in report.listed:
         outcomes = [
             finding.outcome
@@ -65,7 +64,8 @@ def report_lines(report: SanitizerReport) -> Iterator[str]:
             if (finding.tool, finding.family) == (row.tool, row.family)
         ]
         counts = (row.kernels, row.shipped, *map(outcomes.count, OUTCOMES), row.kernels - len(outcomes))
-        yield f"| {row.tool} | {row.family} | {' | '.join(map(str, counts))} |"
+        rows.append((row.tool, row.family, *map(str, counts)))
+    yield from table(("tool", "family", "kernels", "shipped ones", *heads), rows)
     yield ""
     for row in report.listed:
         if row.left_out:

@@ -171,11 +171,7 @@ def ways(problem: Problem) -> dict[str, Attend]:
         with sdpa_kernel(BACKENDS[name]):
             return scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
 
-    return {
-        OURS: ours,
-        **{name: functools.partial(by_backend, name) for name in BACKENDS},
-        UNFUSED: standard,
-    }
+    return {OURS: ours, **{name: functools.partial(by_backend, name) for name in BACKENDS}, UNFUSED: standard}
 
 
 def step(attend: Attend, problem: Problem, device: torch.device) -> None:
