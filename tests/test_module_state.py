@@ -57,6 +57,7 @@ FUNCTIONS = {
     "integrations/vllm_backend.py host_classes": "a class is defined once",
     "launch/compilation.py interpreting": "Triton reads the variable once",
     "launch/packed_tail.py _compiled": "loaded kernels stay loaded",
+    "launch/tma_descriptors.py _maker": "a driver does not change",
     "request/quantization.py cached_ones": "CUDA graphs may read the tensor",
 }
 

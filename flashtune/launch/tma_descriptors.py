@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import inspect
 import threading
 from typing import TYPE_CHECKING, Any
@@ -32,7 +33,7 @@ _thread = threading.local()
 class DescriptorArguments:
     """The kernel arguments for described tensors of bound shapes and strides."""
 
-    __slots__ = ("_known", "_make", "_patterns", "_together", "at")
+    __slots__ = ("_known", "_make", "_patterns", "_rest", "_together", "at")
 
     def __init__(
         self, patterns: Sequence[Sequence[TensorDescriptor]], metadata: Sequence[dict[str, Any]]
@@ -43,7 +44,7 @@ class DescriptorArguments:
         object, so pass tensors from `without_memory`. `metadata` is the compiler's for each descriptor, in
         order.
         """
-        self._make = _maker()
+        self._make, self._rest = _maker()
         rest = iter(metadata)
         self._patterns = [[(pattern, next(rest)) for pattern in of_tensor] for of_tensor in patterns]
         self._known: list[dict[int, list[Any]]] = [{} for _ in patterns]
@@ -64,7 +65,7 @@ class DescriptorArguments:
                 descriptors = []
                 for pattern, notes in patterns:
                     base = _At(pattern.base.dtype, address)
-                    descriptors += self._make(dataclasses.replace(pattern, base=base), notes)
+                    descriptors += self._make(dataclasses.replace(pattern, base=base), notes, *self._rest)
                 if len(cached) >= MAX_ADDRESSES:
                     cached.clear()
                 cached[address] = descriptors
@@ -100,10 +101,11 @@ def _make_context_current(device: torch.device) -> None:
         current.add(device)
 
 
-def _maker() -> Callable[[TensorDescriptor, dict[str, Any]], list[Any]]:
-    """Returns Triton's function that makes a descriptor as the launcher takes it.
+@functools.cache
+def _maker() -> tuple[Callable[..., list[Any]], tuple[None, ...]]:
+    """Returns Triton's function that makes a descriptor as the launcher takes it, and its last arguments.
 
-    The result is the tensor map, then its shape and strides.
+    The function returns the tensor map, then its shape and strides.
     """
     try:
         from triton.backends.nvidia.driver import make_tensordesc_arg
@@ -114,8 +116,7 @@ def _maker() -> Callable[[TensorDescriptor, dict[str, Any]], list[Any]]:
         ) from error
 
     # Later releases also pass the launch's other arguments, for descriptors of another kind.
-    rest = (None,) * (len(inspect.signature(make_tensordesc_arg).parameters) - 2)
-    return lambda descriptor, notes: make_tensordesc_arg(descriptor, notes, *rest)
+    return make_tensordesc_arg, (None,) * (len(inspect.signature(make_tensordesc_arg).parameters) - 2)
 
 
 def without_making(run: Any) -> Callable[..., None]:

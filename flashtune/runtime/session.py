@@ -84,10 +84,7 @@ class Session:
         self.queue_limit = queue_limit
         # The present recordings of calls.
         self.recordings: list[Recording] = []
-        # Held while a call that waits is prepared, so that threads compile its kernels once.
-        self.preparing = threading.RLock()
-        # Held for moments, to add kinds of calls that do not wait.
-        self.adding = threading.RLock()
+        self.renew_locks()
         # The executors of calls that wait.
         self.executors: dict[Key, Callable[..., Any]] = {}
         # The kinds of calls that do not wait, and their kernels.
@@ -105,6 +102,13 @@ class Session:
         self.operators: dict[str, tuple[dict[Key, bool], dict[Key, Any]]] = {}
         # Properties of layers of transformers that are not served.
         self.refused_jobs: dict[Key, bool] = {}
+
+    def renew_locks(self) -> None:
+        """Makes new locks. In a forked child, a thread that is not there may hold the old ones."""
+        # Held while a call that waits is prepared, so that threads compile its kernels once.
+        self.preparing = threading.RLock()
+        # Held for moments, to add kinds of calls that do not wait.
+        self.adding = threading.RLock()
 
     def forget(self) -> None:
         """Clears the caches of kinds of calls, which are then prepared again."""
@@ -169,7 +173,7 @@ class Session:
 
     def _executor(self, bound: BoundRequest) -> Executor:
         request = bound.request
-        executor = with_checks(prepare(bound, self.loader), request)
+        executor = with_checks(prepare(bound, self.loader), request, self.platform)
         if request.is_double or without_values(request) is not None:
             return executor
         return self.counted(executor, bound)
@@ -365,6 +369,7 @@ def _warn(failure: Exception) -> None:
 
 
 SESSION = Session()
+os.register_at_fork(after_in_child=SESSION.renew_locks)
 SESSION.recordings += recordings_of_process()
 
 

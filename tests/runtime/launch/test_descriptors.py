@@ -9,6 +9,7 @@ import torch
 from triton.backends.nvidia import driver as nvidia
 
 from flashtune.core.errors import KernelError
+from flashtune.launch import tma_descriptors
 from flashtune.launch.tma_descriptors import (
     MAX_ADDRESSES,
     DescriptorArguments,
@@ -166,5 +167,9 @@ def test_unsupported_triton_is_reported_before_the_first_call(
 ) -> None:
     monkeypatch.setattr("triton.backends.nvidia.driver.make_tensordesc_arg", None)
     monkeypatch.delattr("triton.backends.nvidia.driver.make_tensordesc_arg")
+    tma_descriptors._maker.cache_clear()
     with pytest.raises(KernelError, match=r"install one from 3\.6 to 3\.9"):
         DescriptorArguments([[pattern(a_tensor())]], [NOTES])
+    # Errors are not cached.
+    monkeypatch.undo()
+    assert DescriptorArguments([[pattern(a_tensor())]], [NOTES])
