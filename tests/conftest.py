@@ -38,6 +38,7 @@ hypothesis.settings.register_profile("flashtune", deadline=None, derandomize=Tru
 hypothesis.settings.load_profile("flashtune")
 
 native = families.native
+ship = families.ship
 
 # Triton reads the variable when it is imported, so these tests have a process of their own.
 if os.environ.get("TRITON_INTERPRET") != "1":

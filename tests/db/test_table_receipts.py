@@ -10,7 +10,6 @@ import pytest
 from flashtune.core.errors import TableError
 from flashtune.core.mask_sharing import MaskSharing
 from flashtune.core.record import Measurement, PeerTime, Record, SharedTime, Verdict, Versions
-from flashtune.db import table as module
 from flashtune.db.codec import Check
 from flashtune.db.evidence import under
 from flashtune.db.store import open_store
@@ -19,6 +18,7 @@ from flashtune.dispatch import tables
 from flashtune.dispatch.versions import current_versions, is_proven
 from flashtune.runtime.self_check import SelfChecks
 from flashtune.tuner.tables.table_receipts import with_receipts
+from tests.support.families import Ship
 from tests.support.runtime import forget_all
 
 TARGET = "nvidia-h200"
@@ -147,12 +147,12 @@ def test_record_without_evidence_of_the_versions_is_not_changed(table: TunedTabl
 
 
 @pytest.fixture
-def shipped(monkeypatch: pytest.MonkeyPatch, record: Record) -> Iterator[TunedTable]:
+def shipped(ship: Ship, record: Record) -> Iterator[TunedTable]:
     """A shipped table whose kernel passed under the installed versions."""
     receipts = tuple(receipt_of(record, current_versions(FAMILY), digest=digest) for digest in ("", "e" * 32))
     times = (timing_of(record, current_versions(FAMILY)),)
     table = TunedTable(target=TARGET, records=(record,), receipts=receipts, times=times)
-    monkeypatch.setattr(module, "shipped_table", lambda target: table if target == TARGET else None)
+    ship(table)
     forget_all()
     yield table
     forget_all()

@@ -1,8 +1,9 @@
-"""A Gluon family of one GPU instead of the shipped one: `native` installs it for one test."""
+"""Fixtures that replace what ships: `native` a Gluon family of one GPU, `ship` the tuned tables."""
 
 import pkgutil
+import shutil
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib import resources
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 import flashtune.templates as room
 from flashtune.db import table
+from flashtune.db.table import TunedTable, dump_table
 from flashtune.dispatch import lookup
 from flashtune.templates import registry, rendering
 from flashtune.templates.family import Family
@@ -34,8 +36,28 @@ def _without_shipped(path: Iterable[str]) -> Iterator[pkgutil.ModuleInfo]:
     return (module for module in pkgutil.iter_modules(path) if module.name != SHIPPED)
 
 
+Ship = Callable[..., None]
+
+
 @pytest.fixture
-def native(monkeypatch: pytest.MonkeyPatch) -> Iterator[Family]:
+def ship(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Ship]:
+    """A function that replaces the shipped tables."""
+    folder = tmp_path / "shipped"
+
+    def ship(*tables: TunedTable) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        for replacement in tables:
+            (folder / f"{replacement.target}.json").write_bytes(dump_table(replacement))
+        monkeypatch.setattr(table, "FOLDER", str(folder))
+        table.shipped_table.cache_clear()
+
+    yield ship
+    table.shipped_table.cache_clear()
+
+
+@pytest.fixture
+def native(monkeypatch: pytest.MonkeyPatch, ship: Ship) -> Iterator[Family]:
     """The family `forward_native`: only sm_90, only 16-byte alignment, not interpreted."""
     both = Folders(*room.__path__, str(FOLDER))
     everywhere = types.SimpleNamespace(files=lambda name: both)
@@ -47,11 +69,9 @@ def native(monkeypatch: pytest.MonkeyPatch) -> Iterator[Family]:
     others = types.SimpleNamespace(iter_modules=_without_shipped)
     monkeypatch.setattr(registry, "pkgutil", others)
     # The shipped tables name the family whose place is taken.
-    monkeypatch.setattr(table, "FOLDER", "none")
-    table.shipped_table.cache_clear()
+    ship()
     registry.family_names.cache_clear()
     yield registry.find_family(NAME)
     monkeypatch.undo()
-    table.shipped_table.cache_clear()
     registry.family_names.cache_clear()
     registry.find_family.cache_clear()

@@ -16,6 +16,7 @@ from flashtune.verification import comparison
 from flashtune.verification.cases import Case
 from flashtune.verification.inputs.prepared import Prepared, prepare
 from flashtune.verification.probes import Probe
+from tests.verification.launches import launch_by
 
 CPU = torch.device("cpu")
 H200 = find_target("h200")
@@ -32,22 +33,16 @@ def failures(monkeypatch: pytest.MonkeyPatch, spoil: Spoil, allocating: bool = F
     prepared: Prepared = prepare(CASE, Alignment.SIXTEEN, CPU, 1)
     launches = 0
 
-    def bind(*_: object, allocate: Callable[..., Tensor], **__: object) -> Callable[..., None]:
-        def launch(tensors: tuple[Tensor, ...], *_: Any) -> None:
-            q, k, v, out, lse = tensors
-            nonlocal launches
-            scores = 0.25 * q.double() @ k.double().expand(-1, 2, -1, -1).mT
-            out.copy_(scores.softmax(-1) @ v.double().expand(-1, 2, -1, -1))
-            lse.copy_(scores.logsumexp(-1))
-            if allocating:
-                spoil(launches, allocate((4,), CPU), lse)
-            else:
-                spoil(launches, out, lse)
-            launches += 1
+    def launch(tensors: tuple[Tensor, ...], _: float, __: object, allocate: Any) -> None:
+        q, k, v, out, lse = tensors
+        nonlocal launches
+        scores = 0.25 * q.double() @ k.double().expand(-1, 2, -1, -1).mT
+        out.copy_(scores.softmax(-1) @ v.double().expand(-1, 2, -1, -1))
+        lse.copy_(scores.logsumexp(-1))
+        spoil(launches, allocate((4,), CPU) if allocating else out, lse)
+        launches += 1
 
-        return launch
-
-    monkeypatch.setattr(comparison, "bind", bind)
+    launch_by(monkeypatch, launch)
     pass_ = comparison.forward_pass(KERNEL, CASE, prepared)
     findings = list(comparison.launch_findings(KERNEL, None, CASE, pass_, H200, 0))
     assert launches == CASE.repeats

@@ -13,12 +13,13 @@ from flashtune.core.problem import Bias, Causal, Direction, Problem
 from flashtune.core.target import find_target
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
-from flashtune.verification import check, comparison, passes
+from flashtune.verification import check, comparison
 from flashtune.verification.cases import Case, Level
 from flashtune.verification.check import preload
 from flashtune.verification.inputs import prepared
 from flashtune.verification.passes import planned_cases
 from flashtune.verification.reference import scores
+from tests.verification.launches import launch_by
 
 CPU = torch.device("cpu")
 H200 = find_target("h200")
@@ -59,11 +60,9 @@ def never() -> bool:
 @pytest.fixture
 def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels that do nothing, and heads worked out as many at a time as on a GPU."""
-    monkeypatch.setattr(check, "interpreting", lambda: False)
-    monkeypatch.setattr(passes, "interpreting", lambda: False)
     monkeypatch.setattr(check, "compile_binary", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "none")
-    monkeypatch.setattr(comparison, "bind", lambda *_, **__: comparison.no_launch)
+    launch_by(monkeypatch, comparison.no_launch)
     monkeypatch.setitem(scores.CHUNK_SCORES, "cpu", scores.CHUNK_SCORES["cuda"])
     monkeypatch.setitem(scores.CHUNK_KEYS, "cpu", scores.CHUNK_KEYS["cuda"])
 

@@ -21,6 +21,7 @@ from flashtune.verification.inputs.placement import missing, pick
 from flashtune.verification.inputs.prepared import prepare
 from tests.problems.kernel_cases import PLAIN_MASKS
 from tests.problems.plain_masks import plain_attention
+from tests.verification.launches import launch_by
 from tests.verification.plain_kernel import DecodingConfig, PlainConfig, attend, changed
 
 CPU = torch.device("cpu")
@@ -58,14 +59,10 @@ def refused(
 def found(monkeypatch: pytest.MonkeyPatch, case: Case, mistake: Mistake) -> list[str]:
     prepared = prepare(case, Alignment.EIGHT, CPU, 3)
 
-    def bind(*_: object, **__: object) -> Callable[..., None]:
-        def launch(tensors: Any, scale: float, side: ExtraInputs) -> None:
-            arguments = [*tensors, scale]
-            attend(*_seen_messages(mistake, case.problem, side, arguments))
+    def launch(tensors: Any, scale: float, side: ExtraInputs, _: object) -> None:
+        attend(*_seen_messages(mistake, case.problem, side, [*tensors, scale]))
 
-        return launch
-
-    monkeypatch.setattr(comparison, "bind", bind)
+    launch_by(monkeypatch, launch)
     pass_ = comparison.forward_pass(KERNEL, case, prepared)
     return [
         f"{finding.what} {finding.figure.item():.3g}"

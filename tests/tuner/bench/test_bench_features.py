@@ -2,6 +2,7 @@
 
 import functools
 import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -39,6 +40,7 @@ from flashtune.tuner.execution.inputs import make_tensors
 from flashtune.tuner.execution.sdpa import BACKENDS
 from tests.problems.features import expected
 from tests.tuner.bench.bench_problems import CACHES, CPU, DENSE, FEATURES, PACKED, PAGES, VARLEN, a_problem
+from tests.tuner.conftest import GpuMemory
 
 MAKERS: dict[Callable[..., Any], Callable[..., Call]] = {
     flashtune.attention: dense_call,
@@ -48,11 +50,10 @@ MAKERS: dict[Callable[..., Any], Callable[..., Call]] = {
 
 
 @pytest.fixture
-def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+def eager(monkeypatch: pytest.MonkeyPatch, gpu_memory: GpuMemory) -> None:
+    gpu_memory.free = 2**34
     compiled = functools.partial(torch.compile, backend="eager")
     monkeypatch.setattr(torch, "compile", compiled)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**34, 2**34))
 
 
 @pytest.mark.parametrize("name", [*DENSE, *VARLEN, *CACHES])
@@ -137,7 +138,7 @@ def test_flash_attn_4_computes_features(name: str, monkeypatch: pytest.MonkeyPat
         with pytest.raises(RefusalError):
             bind_peer(FLASH_ATTN_4, problem, tensors)
         return
-    monkeypatch.setattr("importlib.import_module", lambda name: FakeFlashAttention4(problem))
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", FakeFlashAttention4(problem))
     assert output_judge(problem, tensors)(bind_peer(FLASH_ATTN_4, problem, tensors).run()) <= 1
 
 
@@ -171,8 +172,8 @@ def by_unfused(make: Callable[..., Call]) -> Callable[..., Tensor]:
     ],
 )
 def test_gradients_with_features_are_compared(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flashtune, "attention", by_unfused(dense_call))
-    monkeypatch.setattr(flashtune, "attention_varlen", by_unfused(varlen_call))
+    entry_point, call = ("attention_varlen", varlen_call) if "packed" in name else ("attention", dense_call)
+    monkeypatch.setattr(flashtune, entry_point, by_unfused(call))
     problem = a_problem(**FEATURES[name], dtype=Dtype.FP32, direction=Direction.BACKWARD)
     require_work(problem)
     tensors = make_tensors(problem, CPU)

@@ -1,5 +1,6 @@
 """Tests of FlashInfer in `flashtune bench`, with a fake that computes on the CPU."""
 
+import sys
 from itertools import pairwise
 from typing import Any
 
@@ -99,7 +100,7 @@ def test_flashinfer_computes_packed_sequences_and_pages(
     changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problem = a_problem(**changes)
-    monkeypatch.setattr("importlib.import_module", lambda name: FakeFlashInfer)
+    monkeypatch.setitem(sys.modules, "flashinfer", FakeFlashInfer)
     tensors = make_tensors(problem, CPU)
     bound = bind_peer(FLASHINFER, problem, tensors)
     assert bound.detail.startswith("flashinfer ")

@@ -1,6 +1,7 @@
 """Tests of gradients in `flashtune bench`: only correct ones are timed."""
 
 import math
+import sys
 from itertools import pairwise
 from typing import Any
 
@@ -26,11 +27,11 @@ from flashtune.tuner.bench.results import OURS, LeftOut
 from flashtune.tuner.cli.commands.bench import GRIDS
 from flashtune.tuner.cli.report.bench_markdown import markdown
 from flashtune.tuner.cli.report.bench_terminal import title_of
-from flashtune.tuner.execution import timed_runs
 from flashtune.tuner.execution.inputs import Tensors, make_tensors
 from flashtune.tuner.workloads.work import Unit, unit_of
 from tests.support.unfused import unfused
 from tests.tuner.bench.bench_fakes import a_bench, a_run
+from tests.tuner.conftest import GpuMemory
 
 CPU = torch.device("cpu")
 PROBLEM = testing.problem(
@@ -40,21 +41,29 @@ MATH = "sdpa-math"
 
 
 @pytest.fixture
-def peers(monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
-    """Baselines that compute on the CPU, and a fake of flashtune's kernels."""
-    for module in (timed_runs, peer_runs):
-        monkeypatch.setattr(module, "BACKENDS", {MATH: SDPBackend.MATH})
-    monkeypatch.setitem(peer_runs.PEER_DTYPES, MATH, (Dtype.FP32,))
-    monkeypatch.setitem(peer_runs.PEER_FEATURES, MATH, frozenset())
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**30, 2**30))
+def options(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
+    """The further options of each call of flashtune, which a fake computes."""
+    noted: list[dict[str, object]] = []
 
     def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: str, prefer: str, **options: object) -> Tensor:
         assert prefer == "generated"
-        assert options == {}
-        out, _ = unfused(q, k, v, scale=q.shape[-1] ** -0.5, causal=Causal(causal))
-        return out
+        noted.append(options)
+        return unfused(q, k, v, scale=q.shape[-1] ** -0.5, causal=Causal(causal))[0]
 
     monkeypatch.setattr(flashtune, "attention", attention)
+    return noted
+
+
+@pytest.fixture
+def peers(
+    monkeypatch: pytest.MonkeyPatch,
+    gpu_memory: GpuMemory,
+    backends: dict[str, SDPBackend],
+    options: list[dict[str, object]],
+) -> tuple[str, ...]:
+    """Baselines that compute on the CPU, and a fake of flashtune's kernels."""
+    monkeypatch.setitem(peer_runs.PEER_DTYPES, MATH, (Dtype.FP32,))
+    monkeypatch.setitem(peer_runs.PEER_FEATURES, MATH, frozenset())
     return MATH, UNFUSED
 
 
@@ -63,8 +72,9 @@ def entries(problem: Problem, tensors: Tensors, peers: tuple[str, ...]) -> list[
     return admit(binders, gradient_judge(problem, tensors), lambda run: run)
 
 
-def test_correct_gradients_are_accepted(peers: tuple[str, ...]) -> None:
+def test_correct_gradients_are_accepted(peers: tuple[str, ...], options: list[dict[str, object]]) -> None:
     results = entries(PROBLEM, make_tensors(PROBLEM, CPU), peers)
+    assert options == [{}]
     admitted = [entry for entry in results if isinstance(entry, Admitted)]
     assert [entry.contestant.name for entry in admitted] == [OURS, *peers]
     for entry in admitted:
@@ -89,20 +99,13 @@ def test_one_wrong_element_of_a_gradient_rejects_it(index: int, value: float) ->
 
 
 def test_deterministic_gradients_are_compared_with_usual_baselines(
-    peers: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    peers: tuple[str, ...], options: list[dict[str, object]]
 ) -> None:
-    asked: list[object] = []
-
-    def attention(q: Tensor, k: Tensor, v: Tensor, **options: object) -> Tensor:
-        asked.append(options["deterministic"])
-        return unfused(q, k, v, scale=q.shape[-1] ** -0.5, causal=PROBLEM.causal)[0]
-
-    monkeypatch.setattr(flashtune, "attention", attention)
     problem = msgspec.structs.replace(PROBLEM, deterministic=True)
     require_work(problem)
     results = entries(problem, make_tensors(problem, CPU), peers)
     assert all(isinstance(entry, Admitted) for entry in results)
-    assert asked == [True]
+    assert options == [{"deterministic": True}]
     with pytest.raises(UsageError, match="drop other probabilities"):
         require_work(msgspec.structs.replace(problem, dropout=True))
 
@@ -151,7 +154,7 @@ def test_gradients_of_flash_attn_4_are_judged_in_its_own_layout(
 ) -> None:
     problem = msgspec.structs.replace(PROBLEM, packed=100, seqlen_kv=70) if packed else PROBLEM
     monkeypatch.setitem(peer_runs.PEER_DTYPES, FLASH_ATTN_4, (Dtype.FP32,))
-    monkeypatch.setattr("importlib.import_module", lambda name: FakeFlashAttention4(problem))
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", FakeFlashAttention4(problem))
     tensors = make_tensors(problem, CPU)
     binders = gradient_binders(problem, tensors, "", (FLASH_ATTN_4,))
     judge = gradient_judge(problem, tensors)

@@ -1,14 +1,14 @@
 """Tests of the `flashtune bench` command: saving, loading and refusals."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
-import torch
 from click.testing import Result
 
+from flashtune import testing
 from flashtune.core.problem import Problem
 from flashtune.tuner.bench import driver
 from flashtune.tuner.bench.driver import BenchRequest, report_of, run_benches
@@ -16,6 +16,7 @@ from flashtune.tuner.bench.grids import GRIDS, grid_problems
 from flashtune.tuner.bench.results import OURS, Bench, LeftOut
 from flashtune.tuner.cli.commands.bench import GRIDS as NAMED_GRIDS
 from flashtune.tuner.cli.report.bench_terminal import CEILING
+from tests.support.fakes import install
 from tests.tuner.bench.bench_fakes import REFUSED, SPEEDS, a_bench, a_run
 
 Run = Callable[..., Result]
@@ -117,29 +118,41 @@ def test_command_lists_the_grids() -> None:
     assert tuple(GRIDS) == NAMED_GRIDS
 
 
-@pytest.fixture
-def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> list[Problem]:
-    """A fake GPU with constructed benches; returns the list of timed problems."""
-    timed: list[Problem] = []
-    empty = a_run()
+class FakeDriver:
+    """A GPU with constructed benches. The fourth bench is interrupted."""
 
-    def fake_bench(
-        problem: Problem, index: int, *, peers: tuple[str, ...], rounds: int, sustained: bool
+    def __init__(self) -> None:
+        self.timed: list[Problem] = []
+
+    def compile_ahead(self, problems: object, target: object) -> tuple[()]:
+        return ()
+
+    def measure_ceiling(self, *_: object, rounds: int) -> object:
+        return a_run().ceilings[0]
+
+    def measure_copy(self, *_: object, rounds: int) -> object:
+        return a_run().copy
+
+    def environment(self, device: object) -> object:
+        return a_run().environment
+
+    def run_bench(
+        self, problem: Problem, index: int, *, peers: tuple[str, ...], rounds: int, sustained: bool
     ) -> Bench:
-        timed.append(problem)
-        if len(timed) > 3:
+        self.timed.append(problem)
+        if len(self.timed) > 3:
             raise KeyboardInterrupt
         bench = a_bench(problem, {name: SPEEDS[name] for name in (OURS, *peers)})
         return msgspec.structs.replace(bench, sustained=sustained)
 
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(driver, "device_target", lambda index: None)
-    monkeypatch.setattr(driver, "compile_ahead", lambda problems, target: ())
-    monkeypatch.setattr(driver, "measure_ceiling", lambda dtype, device, rounds: empty.ceilings[0])
-    monkeypatch.setattr(driver, "measure_copy", lambda device, rounds: empty.copy)
-    monkeypatch.setattr(driver, "environment", lambda device: empty.environment)
-    monkeypatch.setattr(driver, "run_bench", fake_bench)
-    return timed
+
+@pytest.fixture
+def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Problem]]:
+    """Returns the list of timed problems."""
+    fake = FakeDriver()
+    install(monkeypatch, fake, driver)
+    with testing.fake_gpu():
+        yield fake.timed
 
 
 @pytest.mark.usefixtures("fake_gpu")

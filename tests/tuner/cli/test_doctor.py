@@ -1,7 +1,9 @@
 import json
+import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import msgspec
 import pytest
@@ -21,17 +23,19 @@ Run = Callable[..., Result]
 
 
 @pytest.fixture
-def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> mock.Mock:
     """A compiler that answers at once, and caches of the test's own."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
-    monkeypatch.setattr("flashtune.tuner.binary.resources.read_resources", lambda *_: Resources(sram_bytes=1))
+    fake = mock.Mock(return_value=Resources(sram_bytes=1))
+    monkeypatch.setattr("flashtune.tuner.binary.resources.read_resources", fake)
+    return fake
 
 
 def findings(result: Result) -> dict[str, tuple[str, str]]:
     return {row["name"]: (row["level"], row["message"]) for row in json.loads(result.stdout)}
 
 
-def test_healthy_machine(run: Run, compiler: None) -> None:
+def test_healthy_machine(run: Run, compiler: mock.Mock) -> None:
     result = run("doctor", "--target", "h100", "--json")
     assert result.exit_code == 0, result.output
     by_check = findings(result)
@@ -40,14 +44,14 @@ def test_healthy_machine(run: Run, compiler: None) -> None:
     assert "none yet" in by_check["database"][1]
 
 
-def test_text_output_has_one_line_per_check(run: Run, compiler: None) -> None:
+def test_text_output_has_one_line_per_check(run: Run, compiler: mock.Mock) -> None:
     result = run("doctor", "--target", "mi300x")
     assert result.exit_code == 0
     assert all(line[:4].strip() in ("ok", "warn", "fail") for line in result.stdout.splitlines())
     assert "gfx942" in result.stdout
 
 
-def test_each_step_is_reported_before_it_begins(run: Run, compiler: None) -> None:
+def test_each_step_is_reported_before_it_begins(run: Run, compiler: mock.Mock) -> None:
     steps: list[str] = []
     told = [len(steps) for _ in examine(find_target("h100"), None, steps.append)]
     assert told == sorted(told)
@@ -56,7 +60,9 @@ def test_each_step_is_reported_before_it_begins(run: Run, compiler: None) -> Non
     assert any(step == "compiling a kernel of forward_q_outer for nvidia-h100" for step in steps)
 
 
-def test_terminal_shows_the_current_step(run: Run, compiler: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_terminal_shows_the_current_step(
+    run: Run, compiler: mock.Mock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     assert "importing torch and triton ..." in run("doctor", "--target", "h100").stderr
     assert run("doctor", "--target", "h100", "--no-progress").stderr == ""
@@ -68,17 +74,14 @@ def test_compiler_check_passes(run: Run) -> None:
     assert findings(run("doctor", "--target", "h100", "--json"))["compiler"][0] == "ok"
 
 
-def test_compiler_error_is_a_failure(run: Run, compiler: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> Resources:
-        raise KernelError("ptxas failed (FileNotFoundError): reinstall triton")
-
-    monkeypatch.setattr("flashtune.tuner.binary.resources.read_resources", refuse)
+def test_compiler_error_is_a_failure(run: Run, compiler: mock.Mock) -> None:
+    compiler.side_effect = KernelError("ptxas failed (FileNotFoundError): reinstall triton")
     result = run("doctor", "--target", "h100")
     assert result.exit_code == 1
     assert "fail  compiler" in result.stdout
 
 
-def test_a_damaged_database_is_a_failure(run: Run, compiler: None, tmp_path: Path) -> None:
+def test_a_damaged_database_is_a_failure(run: Run, compiler: mock.Mock, tmp_path: Path) -> None:
     (tmp_path / "flashtune.sqlite").write_bytes(b"damaged, and long enough to be looked at" * 100)
     result = run("doctor", "--target", "h100", "--json")
     assert result.exit_code == 1
@@ -86,7 +89,7 @@ def test_a_damaged_database_is_a_failure(run: Run, compiler: None, tmp_path: Pat
 
 
 def test_unwritable_cache_is_a_failure(
-    run: Run, compiler: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, compiler: mock.Mock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("", encoding="utf-8")
     monkeypatch.setenv("FLASHTUNE_CACHE_DIR", str(tmp_path / "file" / "cache"))
@@ -108,16 +111,15 @@ def test_unwritable_cache_is_a_failure(
 def test_versions_are_compared_with_supported_ones(
     monkeypatch: pytest.MonkeyPatch, version: str, level: Level
 ) -> None:
-    monkeypatch.setattr("importlib.import_module", lambda _: types.SimpleNamespace(__version__=version))
+    monkeypatch.setitem(sys.modules, "triton", types.SimpleNamespace(__version__=version))
     assert library("triton", (3, 6), (3, 9)).level is level
 
 
-def test_import_error_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    def absent(_: str) -> object:
-        raise OSError("libcudart.so.13: cannot open shared object file")
-
-    monkeypatch.setattr("importlib.import_module", absent)
-    finding = library("torch", (2, 10), None)
+def test_import_error_is_a_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    error = 'raise OSError("libcudart.so.13: cannot open shared object file")'
+    (tmp_path / "damaged.py").write_text(error, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    finding = library("damaged", (2, 10), None)
     assert finding.level is Level.FAIL
     assert "libcudart" in finding.message
 

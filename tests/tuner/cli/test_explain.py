@@ -16,6 +16,7 @@ from flashtune.tuner.analysis.explain import explain, rank, roofline
 from flashtune.tuner.candidates import contiguous_specialization
 from flashtune.tuner.tables.kernel_choice import change_config, choose
 from flashtune.tuner.workloads.shapes import parse_shape
+from tests.support.families import Ship
 
 Run = Callable[..., Result]
 Stored = tuple[Record, ...]
@@ -145,9 +146,9 @@ def test_given_family_uses_its_best_record_or_default(stored: Stored, problem: P
 
 
 def test_near_shape_uses_its_own_specialization(
-    stored: Stored, problem: Problem, run: Run, monkeypatch: pytest.MonkeyPatch
+    stored: Stored, problem: Problem, run: Run, ship: Ship
 ) -> None:
-    monkeypatch.setattr("flashtune.tuner.tables.lookup.shipped_table", lambda _: None)
+    ship()
     near = msgspec.structs.replace(problem, seqlen_q=2048, seqlen_kv=2048)
     chosen = choose(near, H200, None)
     assert (chosen.source, chosen.record, chosen.tuned_for) == ("estimated", None, problem)

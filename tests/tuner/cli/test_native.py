@@ -1,7 +1,7 @@
 """Tests of the commands with a stored native selection and its fallback."""
 
 import json
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -20,9 +20,9 @@ from flashtune.templates.family import Family
 from flashtune.templates.rendering import render
 from flashtune.tuner.sram_audit.audit import Request, run_audit
 from flashtune.tuner.sram_audit.points import computes_anything
-from flashtune.tuner.verify import record_checks as verify_room
 from flashtune.tuner.verify.record_checks import CheckMethod, verify_records
-from flashtune.tuner.verify.verify_jobs import Runs, Subject
+from flashtune.tuner.verify.verify_jobs import Interpretable, check_interpreted
+from tests.support.jobs import FakePool
 from tests.tuner.sram_audit.audit_fakes import Scripted
 
 Run = Callable[..., Result]
@@ -131,33 +131,19 @@ def test_native_sram_model_is_audited_only_on_its_gpus(native: Family) -> None:
 
 
 def test_native_kernels_are_verified_by_receipt_not_interpreter(
-    pair: tuple[Record, Record], monkeypatch: pytest.MonkeyPatch
+    pair: tuple[Record, Record], quick_jobs: FakePool
 ) -> None:
-    seen: list[str] = []
-
-    def interpret(subjects: list[Subject], runs: Runs) -> dict[Hashable, str]:
-        seen.extend(subject.record.family for subject in subjects)
-        return real([subject for subject in subjects if subject.record.family == "forward_native"], runs)
-
-    real = verify_room._interpret
-    monkeypatch.setattr(
-        verify_room, "_compile", lambda subjects, _: {verify_room._binary(s): "" for s in subjects}
-    )
-    monkeypatch.setattr(verify_room, "_interpret", interpret)
+    interpreted: list[Interpretable] = []
+    quick_jobs.replaced[check_interpreted] = interpreted.append
     (result,) = verify_records([pair[0]], gpu=None).results
     assert (result.method, result.failed) == (CheckMethod.RECEIPT, "")
-    assert seen == ["forward_native"]
+    assert interpreted == []
     unproven = msgspec.structs.replace(pair[0], verdict=None)
     assert "no GPU ever verified it" in verify_records([unproven], gpu=None).results[0].failed
 
 
-@pytest.mark.slow
-def test_summary_lists_kernels_that_were_not_interpreted(
-    run: Run, pair: tuple[Record, Record], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(
-        verify_room, "_compile", lambda subjects, _: {verify_room._binary(s): "" for s in subjects}
-    )
+@pytest.mark.usefixtures("pair", "quick_jobs")
+def test_summary_lists_kernels_that_were_not_interpreted(run: Run, tmp_path: Path) -> None:
     result = run("verify", "--db", tmp_path / "flashtune.sqlite", "--target", "h200")
     assert result.exit_code == 0, result.output
     assert "1 under the interpreter), 1 by receipt alone" in result.stdout

@@ -1,9 +1,7 @@
 """The outcomes of candidates on a GPU, whose checks and times are given here."""
 
-import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -14,8 +12,9 @@ from flashtune.core.record import Measurement, Outcome, Verdict
 from flashtune.core.target import find_target
 from flashtune.tuner.candidates import Candidate
 from flashtune.tuner.execution import gpu_jobs, timing
-from flashtune.tuner.execution.evaluation import Evaluation
 from flashtune.verification.cases import Level
+from tests.support.fakes import install
+from tests.tuner.conftest import GpuMemory
 from tests.tuner.search.fakes import a_config, a_problem
 
 H200 = find_target("h200")
@@ -25,33 +24,62 @@ WRONG = Verdict(False, 9.0, 9, "needle", "NVIDIA H200")
 TASK = (a_problem(), Candidate("forward_q_outer", a_config()), Specialization(), H200, 0)
 
 
-@pytest.fixture(autouse=True)
-def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_jobs, "prepare", lambda index: None)
-    monkeypatch.setattr(gpu_jobs, "_roomy_tensors", lambda *_: None)
-    monkeypatch.setattr(gpu_jobs, "kernel_run", lambda *_: None)
-    monkeypatch.setattr(gpu_jobs, "clock_probe", lambda index: SimpleNamespace(is_throttled=lambda: False))
-    monkeypatch.setattr(gpu_jobs, "leave_if_broken", lambda *_: None)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+class Clock:
+    """A clock that is never throttled."""
+
+    def is_throttled(self) -> bool:
+        return False
 
 
-def evaluated(
-    monkeypatch: pytest.MonkeyPatch, first: float, ms: float, verdicts: dict[Level, Verdict | KernelError]
-) -> Evaluation:
-    """Evaluates a candidate whose first launch and measurement take these times. 1 ms is the limit."""
+class Gpu:
+    """The functions of the GPU process that need a GPU, with given verdicts and times.
 
-    def check(*arguments: object) -> Verdict:
+    Attributes:
+        times: The time of the first launch, and the measured time.
+        verdicts: The verdict or the error of each level.
+        delayed: The verdict with delays.
+    """
+
+    def __init__(self) -> None:
+        self.times = (0.5, 0.5)
+        self.verdicts: dict[Level, Verdict | KernelError] = {}
+        self.delayed = FULL
+
+    def prepare(self, index: int) -> None:
+        pass
+
+    def _roomy_tensors(self, *_: object) -> None:
+        return None
+
+    def kernel_run(self, *_: object) -> None:
+        return None
+
+    def clock_probe(self, index: int) -> Clock:
+        return Clock()
+
+    def once(self, run: object, device: object) -> float:
+        return self.times[0]
+
+    def measure(self, *_: object, **__: object) -> Measurement:
+        return Measurement(self.times[1], self.times[1], self.times[1], 21)
+
+    def check_kernel(self, *arguments: object) -> Verdict:
         level = arguments[-1]
         assert isinstance(level, Level)
-        verdict = verdicts[level]
+        verdict = self.verdicts[level]
         if isinstance(verdict, KernelError):
             raise verdict
         return verdict
 
-    monkeypatch.setattr(gpu_jobs, "once", lambda run, device: first)
-    monkeypatch.setattr(gpu_jobs, "measure", lambda *_, **__: Measurement(ms, ms, ms, 21))
-    monkeypatch.setattr(gpu_jobs, "check_kernel", check)
-    return gpu_jobs.evaluate_candidate(*TASK, drop_above_ms=1.0)
+    def check_delayed(self, *_: object) -> Verdict:
+        return self.delayed
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    fake = Gpu()
+    install(monkeypatch, fake, gpu_jobs)
+    return fake
 
 
 @pytest.mark.parametrize(
@@ -67,50 +95,50 @@ def evaluated(
     ],
 )
 def test_only_kernels_that_passed_are_right(
-    monkeypatch: pytest.MonkeyPatch,
+    gpu: Gpu,
     first: float,
     ms: float,
     verdicts: dict[Level, Verdict | KernelError],
     outcome: Outcome,
     verdict: Verdict | None,
 ) -> None:
-    evaluation = evaluated(monkeypatch, first, ms, verdicts)
+    gpu.times, gpu.verdicts = (first, ms), verdicts
+    evaluation = gpu_jobs.evaluate_candidate(*TASK, drop_above_ms=1.0)
     assert (evaluation.outcome, evaluation.verdict) == (outcome, verdict)
     assert (evaluation.measurement is not None) is (outcome is Outcome.OK)
     assert bool(evaluation.message) is (verdict is not FULL)
 
 
 @pytest.mark.parametrize(("verdict", "outcome"), [(FULL, Outcome.OK), (WRONG, Outcome.WRONG_RESULT)])
-def test_only_kernels_that_passed_with_delays_are_right(
-    monkeypatch: pytest.MonkeyPatch, verdict: Verdict, outcome: Outcome
-) -> None:
-    monkeypatch.setattr(gpu_jobs, "check_delayed", lambda *_: verdict)
+def test_only_kernels_that_passed_with_delays_are_right(gpu: Gpu, verdict: Verdict, outcome: Outcome) -> None:
+    gpu.delayed = verdict
     assert gpu_jobs.evaluate_late(*TASK).outcome is outcome
 
 
 CPU = torch.device("cpu")
 
 
-class Clock(NamedTuple):
-    """A clock that is never throttled."""
+class Timer:
+    """Batches in which the first launch takes 1.03 ms and all others take 1 ms, or those of `batch`."""
 
-    def is_throttled(self) -> bool:
-        """Refuses."""
-        return False
+    batch: Callable[[Sequence[timing.Run]], list[float]] | None = None
 
-
-@pytest.fixture(name="slow_first", autouse=True)
-def slow_first_fixture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batches in which the first launch takes 1.03 ms and all others take 1 ms."""
-
-    def batch(runs: Sequence[timing.Run], device: torch.device) -> list[float]:
+    def _batch(self, runs: Sequence[timing.Run], device: torch.device) -> list[float]:
+        if self.batch is not None:
+            return self.batch(runs)
         for run in runs:
             run()
         return [1.03] + [1.0] * (len(runs) - 1)
 
-    monkeypatch.setattr(timing, "_batch", batch)
-    monkeypatch.setattr(timing, "clock_probe", lambda index: Clock())
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    def clock_probe(self, index: int) -> Clock:
+        return Clock()
+
+
+@pytest.fixture(autouse=True)
+def timer(monkeypatch: pytest.MonkeyPatch, gpu_memory: GpuMemory) -> Timer:
+    fake = Timer()
+    install(monkeypatch, fake, timing)
+    return fake
 
 
 @pytest.mark.parametrize("launches", [1, 2, 3])
@@ -124,13 +152,15 @@ def test_every_launch_is_sampled_once_a_round() -> None:
     assert [measurement.samples for measurement in measurements] == [15] * 3
 
 
-def test_sustained_launches_repeat_alone_in_both_orders(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sustained_launches_repeat_alone_in_both_orders(
+    monkeypatch: pytest.MonkeyPatch, timer: Timer
+) -> None:
     now = iter(range(1000))
     monkeypatch.setattr(timing, "time", SimpleNamespace(monotonic=lambda: float(next(now))))
     order: list[str] = []
     runs = [lambda: order.append("first"), lambda: order.append("second")]
 
-    def batch(launches: Sequence[timing.Run], _: torch.device) -> list[float]:
+    def batch(launches: Sequence[timing.Run]) -> list[float]:
         # The clock changes once in a period, after its first half.
         is_early = len(order) % period < period // 2
         for launch in launches:
@@ -138,7 +168,7 @@ def test_sustained_launches_repeat_alone_in_both_orders(monkeypatch: pytest.Monk
         return [2.0 if is_early else 1.0] * len(launches)
 
     period = 4 * timing.BATCH
-    monkeypatch.setattr(timing, "_batch", batch)
+    timer.batch = batch
     measurements = timing.measure_sustained(runs, CPU, seconds=4.5)
     # The clock is read once before a period and once before each batch.
     each = [period] * 4

@@ -1,6 +1,5 @@
 """Tests of the final measurement without a GPU (see search/test_gpu.py for times)."""
 
-import contextlib
 import functools
 from typing import Any
 
@@ -21,19 +20,21 @@ from flashtune.tuner.candidates import Candidate
 from flashtune.tuner.execution import sdpa, timed_runs
 from flashtune.tuner.execution.inputs import make_tensors
 from tests.problems.plain_masks import plain_attention
+from tests.support.fakes import install
 from tests.tuner.bench.bench_problems import CPU, FEATURES, PACKED, PAGES, a_problem
+from tests.tuner.conftest import GpuMemory
+from tests.tuner.execution.conftest import Binder
 
 PROBLEM = testing.problem("heads=2,seqlen=64,head_dim=16,dtype=fp32")
+pytestmark = pytest.mark.usefixtures("gpu_memory", "backends")
 
 
 @pytest.mark.parametrize(("scores", "takes_part"), [(8, True), (4, False)])
 def test_unfused_attention_is_timed_if_scores_fit_half_of_free_memory(
-    monkeypatch: pytest.MonkeyPatch, scores: int, takes_part: bool
+    gpu_memory: GpuMemory, backends: dict[str, SDPBackend], scores: int, takes_part: bool
 ) -> None:
-    free = scores * score_bytes(PROBLEM)
-    monkeypatch.setattr(timed_runs, "BACKENDS", {})
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, free))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    gpu_memory.free = scores * score_bytes(PROBLEM)
+    backends.clear()
     tensors = make_tensors(PROBLEM, torch.device("cpu"))
     names = [name for name, _ in timed_runs.peer_runs(PROBLEM, tensors)]
     assert names == (["unfused"] if takes_part else [])
@@ -54,21 +55,44 @@ def test_quantized_problems_have_scales_and_no_baselines() -> None:
     assert abs(float(wide.std()) - 1) < 0.1
 
 
-def test_launches_of_the_final_measurement_receive_scales(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launches_of_the_final_measurement_receive_scales(binder: Binder) -> None:
     problem = msgspec.structs.replace(PROBLEM, dtype=Dtype.E4M3)
     tensors = make_tensors(problem, torch.device("cpu"))
-    launches: list[Any] = []
-    monkeypatch.setattr(timed_runs, "render", lambda *_: None)
-    monkeypatch.setattr(timed_runs, "bind", lambda *_: lambda *values: launches.append(values))
     family = find_family("forward_q_outer")
     target = find_target("h200")
     candidate = Candidate(family.name, family.default(PROBLEM, target))
     timed_runs.kernel_run(problem, candidate, Specialization(), target, tensors)()
-    assert launches[0][0].q is tensors.q
-    assert launches[0][-1] is tensors.side
+    assert binder.launches[0][0].q is tensors.q
+    assert binder.launches[0][-1] is tensors.side
 
 
 SUSTAINED_SAMPLES = 7
+
+
+class Finals:
+    """A final measurement with given times, by the position of its run."""
+
+    def __init__(self, first: list[float], again: list[float], throttled: bool, alone: bool) -> None:
+        self.first, self.again, self.throttled, self.alone = first, again, throttled, alone
+        self.asked: list[tuple[int, int]] = []
+
+    def kernel_run(self, *_: object) -> None:
+        return None
+
+    def peer_runs(self, *_: object) -> list[tuple[str, None]]:
+        return [("peer", None)]
+
+    def measure_interleaved(self, runs: list[Any], _: object, *, rounds: int) -> tuple[Measurement, ...]:
+        times = self.again if self.asked else [*self.first, 9.0]
+        self.asked.append((len(runs), rounds))
+        held_down = self.throttled and len(self.asked) == 1
+        return tuple(Measurement(ms, ms, ms, rounds, held_down) for ms in times)
+
+    def measure_sustained(self, runs: list[Any], _: object, *, seconds: float) -> tuple[Measurement, ...]:
+        assert self.throttled or self.alone
+        assert seconds == min(0.6, timed_runs.ALONE_SECONDS / (2 * len(runs)))
+        self.asked.append((len(runs), SUSTAINED_SAMPLES))
+        return tuple(Measurement(ms, ms, ms, SUSTAINED_SAMPLES) for ms in self.again)
 
 
 def timed(
@@ -84,31 +108,13 @@ def timed(
     `throttled` is whether the clock was held down in the common run. Later runs are then sustained ones, and
     also if `alone`.
     """
-    asked: list[tuple[int, int]] = []
-
-    def measure(runs: list[object], _: object, *, rounds: int) -> tuple[Measurement, ...]:
-        times = [*first, 9.0] if not asked else again
-        asked.append((len(runs), rounds))
-        held_down = throttled and len(asked) == 1
-        return tuple(Measurement(ms, ms, ms, rounds, held_down) for ms in times)
-
-    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
-
-    def measure_sustained(runs: list[object], _: object, *, seconds: float) -> tuple[Measurement, ...]:
-        assert throttled or alone
-        assert seconds == min(0.6, timed_runs.ALONE_SECONDS / (2 * len(runs)))
-        asked.append((len(runs), SUSTAINED_SAMPLES))
-        return tuple(Measurement(ms, ms, ms, SUSTAINED_SAMPLES) for ms in again)
-
-    monkeypatch.setattr(timed_runs, "measure_interleaved", measure)
-    monkeypatch.setattr(timed_runs, "measure_sustained", measure_sustained)
-    monkeypatch.setattr(timed_runs, "kernel_run", lambda *_: None)
-    monkeypatch.setattr(timed_runs, "peer_runs", lambda *_: [("peer", None)])
+    fake = Finals(first, again, throttled, alone)
+    install(monkeypatch, fake, timed_runs)
     family, target, cpu = find_family("forward_q_outer"), find_target("h200"), torch.device("cpu")
     candidates = (Candidate(family.name, family.default(PROBLEM, target)),) * len(first)
     finals = timed_runs.run_finals(PROBLEM, candidates, Specialization(), target, cpu)
     rounds = SUSTAINED_SAMPLES if throttled or alone else finals[0].samples
-    assert asked[1:] == ([(len(again), rounds)] if again else [])
+    assert fake.asked[1:] == ([(len(again), rounds)] if again else [])
     assert all([(peer.name, peer.ms) for peer in final.peers] == [("peer", 9.0)] for final in finals)
     return list(finals)
 
@@ -160,24 +166,20 @@ MASKED = msgspec.structs.replace(
 
 
 class SharedFinals:
-    """A final measurement with given times, which records the masks of each run."""
+    """A final measurement of candidates with given times, which notes the masks of each run.
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, own: list[float]) -> None:
-        """Of candidates that take so long each with an unshared mask, and half of that with others."""
+    Each candidate takes half of its time with a shared mask.
+    """
+
+    def __init__(self, own: list[float]) -> None:
         self.own = own
         self.masks: list[list[torch.Tensor]] = []
-        monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
-        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**30, 2**30))
-        monkeypatch.setattr(timed_runs, "measure_interleaved", self.measure)
-        monkeypatch.setattr(timed_runs, "kernel_run", self.kernel_run)
-        monkeypatch.setattr(timed_runs, "BACKENDS", {"sdpa-math": SDPBackend.MATH})
 
     def kernel_run(self, *arguments: Any) -> Any:
         *_, candidate, _, _, tensors = arguments
         return candidate, tensors.side.bias
 
-    def measure(self, runs: list[Any], _: object, *, rounds: int) -> tuple[Measurement, ...]:
+    def measure_interleaved(self, runs: list[Any], _: object, *, rounds: int) -> tuple[Measurement, ...]:
         kernels = [run for run in runs if isinstance(run, tuple)]
         first = not self.masks
         self.masks.append([bias for _, bias in kernels])
@@ -185,16 +187,21 @@ class SharedFinals:
         times += [9.0 if first else 2.0 + len(self.masks)] * (len(runs) - len(kernels))
         return tuple(Measurement(ms, ms, ms, rounds) for ms in times)
 
-    def run(self, problem: Problem) -> tuple[Measurement, ...]:
-        candidates = tuple(Candidate("forward_masked", number) for number in range(len(self.own)))  # type: ignore[arg-type]
-        target, cpu = find_target("h200"), torch.device("cpu")
-        return timed_runs.run_finals(problem, candidates, Specialization(), target, cpu)
+
+def shared_finals(
+    monkeypatch: pytest.MonkeyPatch, own: list[float], problem: Problem
+) -> tuple[tuple[Measurement, ...], list[list[torch.Tensor]]]:
+    """Returns the finals of candidates with these times, and the masks of each run."""
+    fake = SharedFinals(own)
+    install(monkeypatch, fake, timed_runs)
+    candidates = tuple(Candidate("forward_masked", number) for number in range(len(own)))  # type: ignore[arg-type]
+    target, cpu = find_target("h200"), torch.device("cpu")
+    return timed_runs.run_finals(problem, candidates, Specialization(), target, cpu), fake.masks
 
 
 def test_eligible_kernels_and_sdpa_are_timed_with_shared_masks(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = SharedFinals(monkeypatch, [0.55, 0.5, 0.75, 0.5])
     monkeypatch.setattr(timed_runs, "MORE_MS", 0.0)
-    finals = made.run(MASKED)
+    finals, masks = shared_finals(monkeypatch, [0.55, 0.5, 0.75, 0.5], MASKED)
     # Times of the first and the third differ from the fastest ones by more than noise.
     assert [bool(final.shared) for final in finals] == [False, True, False, True]
     for final in (finals[1], finals[3]):
@@ -205,8 +212,8 @@ def test_eligible_kernels_and_sdpa_are_timed_with_shared_masks(monkeypatch: pyte
             SharedTime(way, 0.25, (PeerTime("sdpa-math", 4.0 + number),))
             for number, way in enumerate(MaskSharing)
         )
-    assert [len(run) for run in made.masks] == [4, 2, 2, 2, 2]
-    for run, way in zip(made.masks[1:], MaskSharing, strict=True):
+    assert [len(run) for run in masks] == [4, 2, 2, 2, 2]
+    for run, way in zip(masks[1:], MaskSharing, strict=True):
         for mask in run:
             assert mask.shape == (3, 4, 8, 16), "as kernels are launched by dispatch"
             assert sharing_of(MASKED, mask) is way
@@ -224,10 +231,9 @@ def test_eligible_kernels_and_sdpa_are_timed_with_shared_masks(monkeypatch: pyte
 def test_equivalent_sharings_and_other_problems_are_not_timed(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, object], ways: list[MaskSharing]
 ) -> None:
-    made = SharedFinals(monkeypatch, [1.0])
-    (final,) = made.run(msgspec.structs.replace(MASKED, **changes))
+    (final,), masks = shared_finals(monkeypatch, [1.0], msgspec.structs.replace(MASKED, **changes))
     assert [time.sharing for time in final.shared or ()] == ways
-    assert len(made.masks) == 1 + len(ways)
+    assert len(masks) == 1 + len(ways)
 
 
 def test_backend_that_refuses_a_shared_mask_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,7 +243,7 @@ def test_backend_that_refuses_a_shared_mask_has_no_time(monkeypatch: pytest.Monk
         return q
 
     monkeypatch.setattr(sdpa, "masked_attention", refuses_rows)
-    (final,) = SharedFinals(monkeypatch, [1.0]).run(MASKED)
+    (final,), _ = shared_finals(monkeypatch, [1.0], MASKED)
     assert final.shared
     for time in final.shared:
         assert bool(time.peers) == (time.sharing is not MaskSharing.HEADS_AND_ROWS)

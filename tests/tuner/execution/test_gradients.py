@@ -19,6 +19,8 @@ from flashtune.tuner.execution.inputs import Tensors, make_tensors
 from flashtune.tuner.workloads.models import backward_of, forward_of, saving_lse, training_passes
 from flashtune.tuner.workloads.shapes import parse_shape
 from tests.problems.plain_masks import plain_attention
+from tests.tuner.conftest import GpuMemory
+from tests.tuner.execution.conftest import Binder
 
 CPU = torch.device("cpu")
 PROBLEM = testing.problem(
@@ -80,12 +82,11 @@ def gradients(problem: Problem, tensors: Tensors) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", ["plain", "full", "window", "additive", "alibi", "deterministic"])
-def test_baselines_are_timed_without_their_forward_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("backends")
+def test_baselines_are_timed_without_their_forward_pass(name: str, gpu_memory: GpuMemory) -> None:
     problem = backward(name)
-    monkeypatch.setattr(timed_runs, "BACKENDS", {"sdpa-math": SDPBackend.MATH})
-    room = timed_runs.GRADIENT_SCORE_COPIES * score_bytes(problem) / timed_runs.MEMORY_SHARE + 1
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (room, room))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    room = timed_runs.GRADIENT_SCORE_COPIES * score_bytes(problem) / timed_runs.MEMORY_SHARE
+    gpu_memory.free = room + 1
     tensors = make_tensors(problem, CPU)
     expected = gradients(problem, tensors)
     runs = dict(timed_runs.peer_runs(problem, tensors))
@@ -98,10 +99,11 @@ def test_baselines_are_timed_without_their_forward_pass(name: str, monkeypatch: 
             torch.testing.assert_close(gradient.double(), other, rtol=1e-3, atol=1e-4)
 
 
-def test_unfused_gradients_are_timed_if_scores_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    room = timed_runs.GRADIENT_SCORE_COPIES * score_bytes(PROBLEM) / timed_runs.MEMORY_SHARE
-    monkeypatch.setattr(timed_runs, "BACKENDS", {})
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (room, room))
+def test_unfused_gradients_are_timed_if_scores_fit(
+    gpu_memory: GpuMemory, backends: dict[str, SDPBackend]
+) -> None:
+    gpu_memory.free = timed_runs.GRADIENT_SCORE_COPIES * score_bytes(PROBLEM) / timed_runs.MEMORY_SHARE
+    backends.clear()
     assert list(timed_runs.peer_runs(PROBLEM, make_tensors(PROBLEM, CPU))) == []
 
 
@@ -128,23 +130,14 @@ def test_sdpa_uses_the_same_dropout_rate() -> None:
     assert call.keywords["attn_mask"] is None
 
 
-def test_backward_launch_receives_all_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backward_launch_receives_all_gradients(binder: Binder) -> None:
     tensors = make_tensors(PROBLEM, CPU)
-    launches: list[tuple[object, ...]] = []
-    bound: list[tuple[object, ...]] = []
-    monkeypatch.setattr(timed_runs, "render", lambda *_: None)
-
-    def bind(*arguments: object) -> object:
-        bound.append(arguments)
-        return lambda *values: launches.append(values)
-
-    monkeypatch.setattr(timed_runs, "bind", bind)
     family, target = find_family("forward_q_outer"), find_target("h200")
     candidate = Candidate(family.name, family.default(forward_of(PROBLEM), target))
     timed_runs.kernel_run(PROBLEM, candidate, Specialization(), target, tensors)()
-    assert bound == [(None, target, tensors.backward, tensors.side)]
-    assert isinstance(launches[0][0], BackwardTensors)
-    assert launches == [(tensors.backward, tensors.scale, tensors.side)]
+    assert binder.bound == [(None, target, tensors.backward, tensors.side)]
+    assert isinstance(binder.launches[0][0], BackwardTensors)
+    assert binder.launches == [(tensors.backward, tensors.scale, tensors.side)]
 
 
 def test_training_lists_both_passes_of_each_problem_once() -> None:

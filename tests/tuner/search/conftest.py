@@ -1,7 +1,8 @@
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,6 +11,8 @@ from flashtune.core.target import find_target
 from flashtune.db.store import Store, open_store
 from flashtune.templates.registry import find_family
 from flashtune.tuner.candidates import FamilySpace, SearchTask
+from flashtune.tuner.execution.machine_probe import look_for_fault
+from flashtune.tuner.execution.processes import Workers
 
 # Worker processes import the fakes by name, as the tests do; last, so that nothing is shadowed.
 ROOT = str(Path(__file__).parents[3])
@@ -23,14 +26,38 @@ def store(tmp_path: Path) -> Iterator[Store]:
         yield opened
 
 
+class Jobs(dict[Callable[..., Any], Callable[..., Any]]):
+    """Functions that worker processes call instead of others, and an upper bound of their time limits."""
+
+    seconds = 600.0
+
+
 @pytest.fixture
-def healthy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def jobs(monkeypatch: pytest.MonkeyPatch) -> Jobs:
+    """No job is replaced at first."""
+    replaced, schedule = Jobs(), Workers.schedule
+
+    def scheduled(self: Workers, function: Any, arguments: Any, seconds: float) -> Any:
+        return schedule(self, replaced.get(function, function), arguments, min(seconds, replaced.seconds))
+
+    monkeypatch.setattr(Workers, "schedule", scheduled)
+    return replaced
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The programs that want to run, on average in the last minute: none at first."""
+    programs = [0.0]
+    monkeypatch.setattr(os, "getloadavg", lambda: (*programs, 0.0, 0.0))
+    return programs
+
+
+@pytest.fixture
+def healthy_machine(jobs: Jobs, load: list[float]) -> None:
     """Probes find nothing wrong, however busy the machine of the tests is."""
-    from flashtune.tuner.execution import machine_probe
     from tests.tuner.search import fakes
 
-    monkeypatch.setattr(machine_probe, "look_for_fault", fakes.nothing_wrong)
-    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+    jobs[look_for_fault] = fakes.nothing_wrong
 
 
 @pytest.fixture

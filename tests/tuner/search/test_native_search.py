@@ -135,10 +135,7 @@ def test_families_that_cannot_address_the_tensors_are_not_searched(native: Famil
         open_spaces(odd, H200, (native.name,))
 
 
-def test_warm_start_includes_winners_of_each_family(
-    native: Family, store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("flashtune.tuner.search.warm_start.shipped_table", lambda name: None)
+def test_warm_start_includes_winners_of_each_family(native: Family, store: Store) -> None:
     result, _ = search(store, {native.name: 0.5}, trials=40)
     assert result.best is not None
     assert result.fallback is not None

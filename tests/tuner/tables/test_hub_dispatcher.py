@@ -49,6 +49,25 @@ def test_packed_sequences_with_groups_of_heads_use_no_new_parameter_of_torch(
     assert out.shape == (1, 4, 10, 8)
 
 
+@pytest.fixture
+def no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No kernel of the package serves a call."""
+    monkeypatch.setattr(hub_dispatcher, "find", lambda _: None)
+
+
+class Capture:
+    """Whether a CUDA graph captures the calls."""
+
+    is_active = False
+
+
+@pytest.fixture
+def capture(no_kernel: None, monkeypatch: pytest.MonkeyPatch) -> Capture:
+    fake = Capture()
+    monkeypatch.setattr(hub_dispatcher, "_is_captured", lambda _: fake.is_active)
+    return fake
+
+
 def found(q: Tensor, k: Tensor, monkeypatch: pytest.MonkeyPatch, **inputs: Any) -> Entry | None:
     call = Call(q, k, k, 1.0, False, NO_WINDOW, inputs)
     entry = Entry("kernel.py", "nvidia-h200", None, call.kind("none"), 1, [1, 1, 1])
@@ -93,9 +112,12 @@ def cache_of(lengths: Tensor, table: Tensor | None) -> Tensor:
 @pytest.mark.parametrize("features", FEATURES, ids=lambda features: "".join(features) or "plain")
 @pytest.mark.parametrize("has_pages", [True, False])
 def test_torch_computes_captured_calls_without_lengths_on_the_host(
-    monkeypatch: pytest.MonkeyPatch, window: tuple[int, int], features: dict[str, Any], has_pages: bool
+    monkeypatch: pytest.MonkeyPatch,
+    capture: Capture,
+    window: tuple[int, int],
+    features: dict[str, Any],
+    has_pages: bool,
 ) -> None:
-    monkeypatch.setattr(hub_dispatcher, "find", lambda _: None)
     q = torch.randn(3, 2, 2, 8)
     table = torch.tensor([[2, 0, 4], [1, -1, -1], [-1, -1, -1]], dtype=torch.int32) if has_pages else None
     lengths = torch.tensor([9, 1, 0], dtype=torch.int32)
@@ -108,7 +130,7 @@ def test_torch_computes_captured_calls_without_lengths_on_the_host(
         **features,
     }
     expected = hub_dispatcher.flash_attn_with_kvcache(q, k, v, **arguments)
-    monkeypatch.setattr(hub_dispatcher, "_is_captured", lambda _: True)
+    capture.is_active = True
     monkeypatch.setattr(hub_dispatcher, "_rows", None)
     captured = hub_dispatcher.flash_attn_with_kvcache(q, k, v, **arguments)
     assert expected.isfinite().all()
@@ -116,11 +138,9 @@ def test_torch_computes_captured_calls_without_lengths_on_the_host(
 
 
 @pytest.mark.filterwarnings("ignore:no kernel of this package")
+@pytest.mark.usefixtures("no_kernel")
 @pytest.mark.parametrize(("cache_seqlens", "lengths"), [(None, [8, 8]), (5, [5, 5])])
-def test_all_sequences_may_have_one_length(
-    monkeypatch: pytest.MonkeyPatch, cache_seqlens: int | None, lengths: list[int]
-) -> None:
-    monkeypatch.setattr(hub_dispatcher, "find", lambda _: None)
+def test_all_sequences_may_have_one_length(cache_seqlens: int | None, lengths: list[int]) -> None:
     q, k, v = torch.randn(2, 1, 2, 8), torch.randn(4, 4, 1, 8), torch.randn(4, 4, 1, 8)
     table = torch.tensor([[2, 0], [1, 3]], dtype=torch.int32)
     out, expected = (
@@ -132,11 +152,8 @@ def test_all_sequences_may_have_one_length(
 
 @pytest.mark.filterwarnings("ignore:no kernel of this package")
 @pytest.mark.parametrize("is_captured", [False, True])
-def test_sequences_of_minus_one_keys_write_no_rows(
-    monkeypatch: pytest.MonkeyPatch, is_captured: bool
-) -> None:
-    monkeypatch.setattr(hub_dispatcher, "find", lambda _: None)
-    monkeypatch.setattr(hub_dispatcher, "_is_captured", lambda _: is_captured)
+def test_sequences_of_minus_one_keys_write_no_rows(capture: Capture, is_captured: bool) -> None:
+    capture.is_active = is_captured
     caches = [torch.zeros(5, 4, 1, 8) for _ in "kv"]
     q, k, v = (torch.randn(3, 1, heads, 8) for heads in (2, 1, 1))
     table = torch.tensor([[2, 0], [1, -1], [-1, -1]], dtype=torch.int32)
@@ -165,9 +182,8 @@ def test_rows_that_do_not_fit_a_cache_are_dropped(has_pages: bool) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:no kernel of this package")
-def test_captured_packed_sequences_raise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_dispatcher, "find", lambda _: None)
-    monkeypatch.setattr(hub_dispatcher, "_is_captured", lambda _: True)
+def test_captured_packed_sequences_raise(capture: Capture) -> None:
+    capture.is_active = True
     q, starts = torch.randn(10, 2, 8), torch.tensor([0, 10], dtype=torch.int32)
     with pytest.raises(RuntimeError, match="CUDA graph"):
         hub_dispatcher.flash_attn_varlen_func(q, q, q, starts, starts, 10, 10, softcap=1.0)

@@ -28,7 +28,6 @@ from flashtune.dispatch.versions import current_versions, is_proven
 from flashtune.templates.registry import template_hash
 from flashtune.tuner.tables.admission import why_refused
 from flashtune.tuner.tables.table_files import import_tables, json_table
-from flashtune.tuner.verify import record_checks
 from flashtune.tuner.verify.record_checks import verify_records
 from tests.support.mutated_records import TARGET, base_records, mutated_database, mutated_table
 
@@ -58,17 +57,6 @@ def attempt(use: Callable[[], Any], what: str) -> Any:
         assert "\n" not in sentence, what
         assert len(sentence) < 2000, what
         return None
-
-
-@pytest.fixture
-def quick_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels of the shipped table are compiled and interpreted elsewhere."""
-    monkeypatch.setattr(
-        record_checks, "_compile", lambda subjects, _: {record_checks._binary(s): "" for s in subjects}
-    )
-    monkeypatch.setattr(
-        record_checks, "_interpret", lambda subjects, _: {record_checks._source(s): "" for s in subjects}
-    )
 
 
 def require_verified(records: list[Record]) -> None:

@@ -27,6 +27,7 @@ from flashtune.tuner.verify.record_checks import CheckMethod, Report, Result, ve
 from flashtune.tuner.verify.verify_jobs import Runs
 from flashtune.verification.probes import EVERY_LEVEL
 from tests.support import records
+from tests.support.jobs import FakePool
 from tests.support.records import write_table
 
 FAMILY = find_family("forward_q_outer")
@@ -172,8 +173,13 @@ def test_baselines_are_counted_but_not_checked() -> None:
     assert report == Report((), 1)
 
 
-def test_native_kernels_pass_by_receipt(quick_jobs: None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def native_family(quick_jobs: FakePool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(FAMILY), "interpreted", False)
+
+
+@pytest.mark.usefixtures("native_family")
+def test_native_kernels_pass_by_receipt() -> None:
     assert only_result(make_record()).method is CheckMethod.RECEIPT
     for changes, words in (
         ({"verdict": None}, "no receipt"),
@@ -185,8 +191,8 @@ def test_native_kernels_pass_by_receipt(quick_jobs: None, monkeypatch: pytest.Mo
         assert words in result.failed
 
 
-def test_unverified_kernels_pass_if_allowed(quick_jobs: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(type(FAMILY), "interpreted", False)
+@pytest.mark.usefixtures("native_family")
+def test_unverified_kernels_pass_if_allowed() -> None:
     for verdict in (None, msgspec.structs.replace(GOOD, device="interpreter")):
         record = make_record(verdict=verdict, provenance=Provenance.PREDICTED)
         assert "no receipt" in only_result(record).failed
@@ -205,11 +211,8 @@ def test_unverified_kernels_pass_if_allowed(quick_jobs: None, monkeypatch: pytes
         assert words in only_result(make_record(**changes), allow_unproven=True).failed
 
 
-@pytest.mark.usefixtures("quick_jobs")
-def test_option_allows_unverified_kernels(
-    table: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(type(FAMILY), "interpreted", False)
+@pytest.mark.usefixtures("native_family")
+def test_option_allows_unverified_kernels(table: Callable[..., Path]) -> None:
     path = str(table(make_record(verdict=None, provenance=Provenance.PREDICTED)))
     assert CliRunner().invoke(main, ["verify", "--table", path]).exit_code == 1
     result = CliRunner().invoke(main, ["verify", "--table", path, "--allow-unproven", "--verbose"])
@@ -220,12 +223,9 @@ def test_option_allows_unverified_kernels(
     assert both.exit_code == 2
 
 
-def test_failures_of_the_interpreter_fail(quick_jobs: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        record_checks,
-        "_interpret",
-        lambda subjects, progress: {record_checks._source(s): "needle 7" for s in subjects},
-    )
+def test_failures_of_the_interpreter_fail(quick_jobs: FakePool) -> None:
+    failed = Verdict(False, 2.0, 9, "needle 7", "interpreter")
+    quick_jobs.replaced[verify_jobs.check_interpreted] = lambda _: failed
     assert only_result(make_record()).failed == "needle 7"
 
 
@@ -293,9 +293,7 @@ def test_interpreter_processes_require_triton_interpret() -> None:
         verify_jobs.check_interpreted(record_checks._task(subject))
 
 
-def test_slowest_interpreted_kernels_start_first(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_slowest_interpreted_kernels_start_first() -> None:
     decoding = [
         record
         for record in (entry.record for entry in shipped_selections())
@@ -304,17 +302,12 @@ def test_slowest_interpreted_kernels_start_first(
     subjects = [
         record_checks._subject(record) for record in (make_record(), *decoding[:20], make_record(600))
     ]
-    begun: list[verify_jobs.Interpretable] = []
-
-    def run(self: Runs, phase: str, start: object, function: object, jobs: Any, seconds: float) -> Any:
-        begun.extend(task for (task,) in jobs.values())
-        return {}
-
-    monkeypatch.setattr(Runs, "run", run)
+    jobs = Jobs()
     record_checks._interpret(
-        [subject for subject in subjects if isinstance(subject, verify_jobs.Subject)], Runs()
+        [subject for subject in subjects if isinstance(subject, verify_jobs.Subject)], jobs
     )
-    sizes = [task.problem.head_dim * getattr(task.config, "num_splits", 1) for task in begun]
+    tasks = [task for (task,) in jobs.done["check_interpreted"]]
+    sizes = [task.problem.head_dim * getattr(task.config, "num_splits", 1) for task in tasks]
     assert len(set(sizes)) > 2
     assert sizes == sorted(sizes, reverse=True)
 

@@ -32,7 +32,9 @@ from flashtune.tuner.verify.verify_jobs import Runs
 from flashtune.verification import check, passes
 from flashtune.verification.cases import Level
 from flashtune.verification.check import full_probes
+from tests.support.jobs import FakePool
 from tests.support.records import write_table
+from tests.tuner.conftest import GpuMemory
 
 TARGET = find_target("h200")
 MEASURED = Measurement(0.25, 0.24, 0.26, 25)
@@ -54,7 +56,7 @@ def kernel_of(record: Record, *, of_sibling: bool = False) -> Kernel:
     return render(find_family(record.family), record.problem, record.config, specialization)
 
 
-class Machine:
+class Machine(FakePool):
     """Worker processes and a GPU that note their jobs.
 
     Attributes:
@@ -63,23 +65,31 @@ class Machine:
         failing: A kernel's digest, and why it fails.
         at_check: Called at each check.
         unfit: Why a search would not launch changed kernels, empty if it would.
+        workers: The number of processes that may check kernels at once.
+        hangs_after: The number of checks after which one never ends.
     """
 
     def __init__(self) -> None:
+        super().__init__(
+            {
+                verify_jobs.why_not_compiled: lambda *_: "",
+                verify_jobs.check_on_gpu: self.check,
+                verify_jobs.time_on_gpu: self.time,
+                verify_jobs.read_compiled: self.read,
+            }
+        )
         self.checked: list[bool] = []
         self.timed: list[str] = []
         self.failing: dict[str, str] = {}
         self.at_check: Callable[[], None] = lambda: None
         self.unfit = ""
+        self.workers = 1
+        self.hangs_after: int | None = None
 
-    def schedule(self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> Future[Any]:
-        assert timeout > 0
-        job: Future[Any] = Future()
-        try:
-            job.set_result(function(*args))
-        except KernelError as error:
-            job.set_exception(error)
-        return job
+    def schedule(self, function: Callable[..., Any], args: Any = (), timeout: float = 0.0) -> Future[Any]:
+        if function == verify_jobs.check_on_gpu and len(self.checked) == self.hangs_after:
+            return Future()
+        return super().schedule(function, args, timeout)
 
     def check(self, kernel: Kernel, record: Record, index: int) -> Check:
         self.at_check()
@@ -112,15 +122,8 @@ class Machine:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
-    made = Machine()
-    for module in (record_checks, on_gpu):
-        monkeypatch.setattr(module, "start_pool", lambda workers: made)
-    monkeypatch.setattr(verify_jobs, "stop_pool", lambda pool: None)
-    monkeypatch.setattr(on_gpu, "_workers", lambda index: 1)
-    monkeypatch.setattr(verify_jobs, "why_not_compiled", lambda kernel, target: "")
-    monkeypatch.setattr(verify_jobs, "check_on_gpu", made.check)
-    monkeypatch.setattr(verify_jobs, "time_on_gpu", made.time)
-    monkeypatch.setattr(verify_jobs, "read_compiled", made.read)
+    made = Machine().use(monkeypatch, record_checks, on_gpu)
+    monkeypatch.setattr(on_gpu, "_workers", lambda index: made.workers)
     monkeypatch.setattr(command, "_gpu", lambda: (0, TARGET))
     monkeypatch.setenv("FLASHTUNE_DB", str(tmp_path / "flashtune.sqlite"))
     return made
@@ -141,67 +144,61 @@ def run(*arguments: str | Path) -> Result:
     return CliRunner().invoke(main, ["verify", *map(str, arguments)])
 
 
-@pytest.mark.parametrize(("family", "delays"), [("forward_hopper", True), ("forward_q_outer", False)])
-def test_sibling_is_checked_like_the_kernel_of_the_record(
-    monkeypatch: pytest.MonkeyPatch, family: str, delays: bool
-) -> None:
-    seen: list[tuple[bool, Level, bool]] = []
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The checks of a process, each with its kernel and its level, and other steps in between."""
+    noted: list[Any] = []
 
-    def checked(
-        kernel: Kernel,
-        problem: object,
-        config: object,
-        target: object,
-        device: object,
-        *rest: Any,
-        **more: Any,
-    ) -> Verdict:
-        level = rest[0] if rest else Level.FULL
-        seen.append((kernel.specialization.lse, level, "fall_behind()" in kernel.source))
+    def checked(kernel: Kernel, problem: object, config: object, *rest: Any, **_: object) -> Verdict:
+        noted.append((kernel, rest[2] if len(rest) > 2 else Level.FULL))
         return Verdict(True, 0.5, 100, "", "NVIDIA H200", probes=("random",))
 
     monkeypatch.setattr(check, "check_rendered", checked)
     monkeypatch.setattr("flashtune.core.target.device_target", lambda index: TARGET)
+    return noted
+
+
+@pytest.mark.parametrize(("family", "delays"), [("forward_hopper", True), ("forward_q_outer", False)])
+def test_sibling_is_checked_like_the_kernel_of_the_record(
+    steps: list[Any], family: str, delays: bool
+) -> None:
     record = record_of(family)
     for of_sibling in (False, True):
         kernel = kernel_of(record, of_sibling=of_sibling)
         made = verify_jobs.check_on_gpu(kernel, record, 0)
         assert (made.digest, made.verdict.passed) == (kernel.digest, True)
         assert made.verdict.probes == (("random", "delays") if delays else ("random",))
-    late = [(Level.FULL, True)] if delays else []
-    assert [rest for lse, *rest in seen if not lse] == [[Level.FULL, False], *map(list, late)]
-    assert [rest for lse, *rest in seen if lse] == [[Level.FULL, False], *map(list, late)]
+    seen = [(kernel.specialization.lse, level, "fall_behind()" in kernel.source) for kernel, level in steps]
+    late = [True] if delays else []
+    assert sorted(seen) == [
+        (lse, Level.FULL, with_delays) for lse in (False, True) for with_delays in (False, *late)
+    ]
 
 
 @pytest.mark.parametrize(("reserved", "dropped"), [(2**30, False), (2**33, True)])
 def test_process_frees_memory_before_its_next_check(
-    monkeypatch: pytest.MonkeyPatch, record: Record, reserved: int, dropped: bool
+    monkeypatch: pytest.MonkeyPatch,
+    steps: list[Any],
+    gpu_memory: GpuMemory,
+    record: Record,
+    reserved: int,
+    dropped: bool,
 ) -> None:
-    steps: list[str] = []
-
-    def checked(*_: object, **__: object) -> Verdict:
-        steps.append("check")
-        return Verdict(True, 0.5, 100, "", "NVIDIA H200", probes=("random",))
-
-    monkeypatch.setattr(check, "check_rendered", checked)
+    gpu_memory.reserved, gpu_memory.at_release = reserved, lambda: steps.append("empty")
     monkeypatch.setattr(passes, "forget", lambda: steps.append("forget"))
-    monkeypatch.setattr("torch.cuda.memory_reserved", lambda device: reserved)
-    monkeypatch.setattr("torch.cuda.empty_cache", lambda: steps.append("empty"))
-    monkeypatch.setattr("flashtune.core.target.device_target", lambda index: TARGET)
-    verify_jobs.check_on_gpu(kernel_of(record), record, 0)
-    assert steps == [*(["forget", "empty"] if dropped else []), "check"]
+    kernel = kernel_of(record)
+    verify_jobs.check_on_gpu(kernel, record, 0)
+    assert steps == [*(["forget", "empty"] if dropped else []), (kernel, Level.FULL)]
 
 
-def test_kernels_of_checks_are_compiled_on_all_cores(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_of_checks_are_compiled_on_all_cores(machine: Machine) -> None:
     compiled: list[tuple[bool, bool]] = []
 
     def compile_(kernel: Kernel, target: object) -> str:
         compiled.append((kernel.specialization.lse, "fall_behind()" in kernel.source))
         return ""
 
-    monkeypatch.setattr(verify_jobs, "why_not_compiled", compile_)
+    machine.replaced[verify_jobs.why_not_compiled] = compile_
     report = record_checks.verify_records([record_of("forward_hopper")], gpu=(0, TARGET))
     assert not report.failures
     assert sorted(compiled) == [(False, False), (False, True), (True, False), (True, True)]
@@ -219,28 +216,19 @@ def test_failing_sibling_is_reported(
     assert [receipt.digest for receipt in written.receipts] == [kernel_of(record).digest]
 
 
-def test_check_that_ran_out_of_memory_is_repeated_alone(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch, record: Record
-) -> None:
-    workers: list[int] = []
-
-    def start(count: int) -> Machine:
-        workers.append(count)
-        return machine
-
-    monkeypatch.setattr(on_gpu, "start_pool", start)
-    monkeypatch.setattr(on_gpu, "_workers", lambda index: 8)
+def test_check_that_ran_out_of_memory_is_repeated_alone(machine: Machine, record: Record) -> None:
+    machine.workers = 8
     full = iter([True, False])
 
     def lack() -> None:
-        if workers[-1] > 1 and next(full):
+        if machine.starts[-1] > 1 and next(full):
             raise KernelError("OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.")
 
     machine.at_check = lack
     report = record_checks.verify_records([record], gpu=(0, TARGET))
     assert not report.failures
     assert len(report.on_gpu.receipts) == 2
-    assert workers[-2:] == [8, 1]
+    assert machine.starts[-2:] == [8, 1]
 
 
 def test_check_that_runs_out_of_memory_alone_fails(machine: Machine, record: Record) -> None:
@@ -406,12 +394,12 @@ def test_changed_kernel_that_a_search_rejects_is_not_timed(
 
 
 def test_machine_error_ends_the_run_after_writing_results(
-    machine: Machine, record: Record, paths: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+    machine: Machine, record: Record, paths: tuple[Path, Path]
 ) -> None:
     def fail(record: Record, index: int, with_peers: bool) -> Measurement:
         raise MachineError("the disk is full: free some space")
 
-    monkeypatch.setattr(verify_jobs, "time_on_gpu", fail)
+    machine.replaced[verify_jobs.time_on_gpu] = fail
 
     result = run("--table", paths[0], "--write", paths[1], "--time")
 
@@ -485,27 +473,16 @@ def test_signal_writes_finished_results(machine: Machine, record: Record, paths:
     assert signal.getsignal(signal.SIGTERM) is handler
 
 
-class Late(Machine):
-    """A machine whose second check never ends."""
-
-    def schedule(self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> Future[Any]:
-        if len(self.checked) == 1 and function == self.check:
-            return Future()
-        return super().schedule(function, args, timeout)
-
-
 def test_time_limit_writes_finished_results_and_the_resume_command(
-    machine: Machine, record: Record, paths: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+    machine: Machine, record: Record, paths: tuple[Path, Path]
 ) -> None:
-    late = Late()
-    monkeypatch.setattr(on_gpu, "start_pool", lambda workers: late)
-    monkeypatch.setattr(verify_jobs, "check_on_gpu", late.check)
+    machine.hangs_after = 1
     done = run("--table", paths[0], "--write", paths[1], "--seconds", "3")
     assert done.exit_code == 1
     assert "1 more were not reached" in done.output
     assert f"continue with --missing --table {paths[1]}" in done.output
     assert [receipt.digest for receipt in load_table(paths[1]).receipts] == [kernel_of(record).digest]
-    late.checked.clear()
+    machine.checked.clear()
     done = run("--table", paths[1], "--write", paths[1], "--missing", "--seconds", "100")
     assert done.exit_code == 0, done.output
     assert len(load_table(paths[1]).receipts) == 2

@@ -1,7 +1,6 @@
 """Verifies plain torch instead of a backward kernel, and returns the errors."""
 
 import functools
-from typing import Any
 
 import pytest
 import torch
@@ -20,6 +19,7 @@ from flashtune.verification.gradients.cases import companions
 from flashtune.verification.gradients.comparison import backward_pass
 from flashtune.verification.gradients.inputs import prepare
 from tests.verification.gradients.plain_kernel import RIGHT, Hooks, TwoTiles, differentiate
+from tests.verification.launches import launch_by
 
 CPU = torch.device("cpu")
 H200 = find_target("h200")
@@ -47,13 +47,10 @@ def found_at(
     """All that decides at one problem."""
     prepared = prepare(case, Alignment.EIGHT, CPU, SEED, dlse)
 
-    def bind(*_: object, **__: object) -> Any:
-        def launch(tensors: BackwardTensors, scale: float, side: ExtraInputs) -> None:
-            differentiate(case.problem, tensors, scale, side, hooks)
+    def launch(tensors: BackwardTensors, scale: float, side: ExtraInputs, _: object) -> None:
+        differentiate(case.problem, tensors, scale, side, hooks)
 
-        return launch
-
-    monkeypatch.setattr(comparison, "bind", bind)
+    launch_by(monkeypatch, launch)
     kernel = a_kernel(dlse)
     pass_ = backward_pass(kernel, case, prepared)
     return list(comparison.launch_findings(kernel, None, case, pass_, H200, 0))

@@ -24,6 +24,7 @@ from flashtune.verification.lengths import Lengths
 from flashtune.verification.probes import Probe
 from tests.verification.gradients.checking import CPU, H200, a_kernel, a_problem, failures
 from tests.verification.gradients.plain_kernel import differentiate
+from tests.verification.launches import launch_by
 
 Spoil = Callable[[int, BackwardTensors, Callable[..., Tensor]], object]
 OTHERWISE = "elements of {} farther from an earlier launch's than another order of sums"
@@ -39,16 +40,13 @@ def found(monkeypatch: pytest.MonkeyPatch, case: Case, spoil: Spoil) -> set[str]
     prepared = prepare(case, Alignment.SIXTEEN, CPU, 1, False)
     launches = 0
 
-    def bind(*_: object, allocate: Callable[..., Tensor], **__: object) -> Any:
-        def launch(tensors: BackwardTensors, scale: float, side: ExtraInputs) -> None:
-            nonlocal launches
-            differentiate(case.problem, tensors, scale, side)
-            spoil(launches, tensors, allocate)
-            launches += 1
+    def launch(tensors: BackwardTensors, scale: float, side: ExtraInputs, allocate: Any) -> None:
+        nonlocal launches
+        differentiate(case.problem, tensors, scale, side)
+        spoil(launches, tensors, allocate)
+        launches += 1
 
-        return launch
-
-    monkeypatch.setattr(comparison, "bind", bind)
+    launch_by(monkeypatch, launch)
     kernel = a_kernel(False)
     pass_ = backward_pass(kernel, case, prepared)
     wrong = failures(list(comparison.launch_findings(kernel, None, case, pass_, H200, 0)))

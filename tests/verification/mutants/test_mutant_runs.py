@@ -2,8 +2,6 @@
 
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from typing import Any
 
 import pytest
 from pebble import ProcessExpired
@@ -19,6 +17,7 @@ from tests.mutants.jobs import Checked
 from tests.mutants.portable import pools
 from tests.mutants.portable.pools import Plan
 from tests.mutants.results import Fate, Found
+from tests.support.jobs import FakePool
 
 H200 = find_target("h200")
 MUTANTS = gpu_mutants()
@@ -26,19 +25,7 @@ RIGHT = Verdict(True, 0.5, 70, "", "a GPU")
 WRONG = Verdict(False, 9.0, 70, "random q=1 kv=2 heads=1x1: row errors 9 of 1 allowed", "a GPU")
 
 
-class FakePool:
-    """Runs jobs synchronously; an exception ends the job."""
-
-    def schedule(self, function: Callable[..., Any], args: Any = (), timeout: float = 0.0) -> Future[Any]:
-        done: Future[Any] = Future()
-        try:
-            done.set_result(function(*args))
-        except (TimeoutError, ProcessExpired, MemoryError) as error:
-            done.set_exception(error)
-        return done
-
-
-class Gpu:
+class Gpu(FakePool):
     """A fake GPU on which kernels behave as given, with and without delays.
 
     Attributes:
@@ -50,6 +37,15 @@ class Gpu:
         behaviour: dict[str, Callable[[int], Checked]],
         late: dict[str, Callable[[int], Checked]] | None = None,
     ) -> None:
+        super().__init__(
+            {
+                jobs.compile_fitting: lambda kernel, target: "",
+                jobs.warm: lambda: None,
+                jobs.check: self.check,
+                jobs.check_late: self.check_late,
+                jobs.differ: lambda *_: "",
+            }
+        )
         self._behaviour = behaviour
         self._late = late or {}
         self.checks: list[str] = []
@@ -88,17 +84,8 @@ def plan() -> Plan:
 
 
 @pytest.fixture
-def install(monkeypatch: pytest.MonkeyPatch) -> Callable[[Gpu], None]:
-    def set_up(gpu: Gpu) -> None:
-        monkeypatch.setattr(pools, "start_pool", lambda workers: FakePool())
-        monkeypatch.setattr(pools, "stop_pool", lambda pool: None)
-        monkeypatch.setattr(jobs, "compile_fitting", lambda kernel, target: "")
-        monkeypatch.setattr(jobs, "warm", lambda: None)
-        monkeypatch.setattr(jobs, "check", gpu.check)
-        monkeypatch.setattr(jobs, "check_late", gpu.check_late)
-        monkeypatch.setattr(jobs, "differ", lambda *arguments: "")
-
-    return set_up
+def install(monkeypatch: pytest.MonkeyPatch) -> Callable[[Gpu], Gpu]:
+    return lambda gpu: gpu.use(monkeypatch, pools)
 
 
 def digest(mutant: Mutant) -> str:
@@ -111,7 +98,7 @@ def of_kind(**kind: bool) -> Iterator[Mutant]:
     )
 
 
-def test_outcomes(install: Callable[[Gpu], None], plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outcomes(install: Callable[[Gpu], Gpu], plan: Plan) -> None:
     steady = of_kind(racy=False, hangs=False)
     refused, equal, other, dying, hanging = (next(steady) for _ in range(5))
     racy = next(of_kind(racy=True))
@@ -124,9 +111,7 @@ def test_outcomes(install: Callable[[Gpu], None], plan: Plan, monkeypatch: pytes
         }
     )
     install(gpu)
-    monkeypatch.setattr(
-        jobs, "differ", lambda right, broken, *_: "random" if broken.digest == digest(other) else ""
-    )
+    gpu.replaced[jobs.differ] = lambda right, broken, *_: "random" if broken.digest == digest(other) else ""
     mutants = (refused, equal, other, dying, hanging, racy)
     told: list[Found] = []
     controls, results = runner.run_mutants(mutants, plan, told.append)
@@ -148,12 +133,11 @@ def test_outcomes(install: Callable[[Gpu], None], plan: Plan, monkeypatch: pytes
 
 
 def test_uncompilable_mutants_and_those_after_the_deadline_are_not_run(
-    install: Callable[[Gpu], None], plan: Plan, monkeypatch: pytest.MonkeyPatch
+    install: Callable[[Gpu], Gpu], plan: Plan
 ) -> None:
     first, second = (next(mutants) for mutants in (of_kind(racy=False, hangs=False), of_kind(hangs=True)))
-    install(Gpu({}))
-    monkeypatch.setattr(
-        jobs, "compile_fitting", lambda kernel, target: "no" if kernel.digest == digest(first) else ""
+    install(Gpu({})).replaced[jobs.compile_fitting] = lambda kernel, target: (
+        "no" if kernel.digest == digest(first) else ""
     )
     _, results = runner.run_mutants((first, second), plan._replace(deadline=0.0), lambda result: None)
     assert [result.fate for result in results] == [Fate.NOT_COMPILED, Fate.NOT_RUN]
@@ -166,9 +150,8 @@ def test_uncompilable_mutants_and_those_after_the_deadline_are_not_run(
 def test_mutants_detected_only_with_delays_are_separate(
     end: Callable[[int], Checked],
     fate: Fate,
-    install: Callable[[Gpu], None],
+    install: Callable[[Gpu], Gpu],
     plan: Plan,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     late, equal = (next(of_kind(racy=racy, hangs=False)) for racy in (True, False))
     install(Gpu({}, {digest(late): end}))
@@ -176,12 +159,9 @@ def test_mutants_detected_only_with_delays_are_separate(
     assert [result.fate for result in results] == [fate, Fate.EQUIVALENT]
 
 
-def test_survivors_are_reported_despite_delays(
-    install: Callable[[Gpu], None], plan: Plan, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_survivors_are_reported_despite_delays(install: Callable[[Gpu], Gpu], plan: Plan) -> None:
     mutant = next(of_kind(racy=True))
-    install(Gpu({}, {digest(mutant): refuse}))
-    monkeypatch.setattr(jobs, "differ", lambda *arguments: "random")
+    install(Gpu({}, {digest(mutant): refuse})).replaced[jobs.differ] = lambda *arguments: "random"
     _, (survivor,) = runner.run_mutants((mutant,), plan, lambda result: None)
     assert survivor.fate is Fate.SURVIVED
 
@@ -189,20 +169,18 @@ def test_survivors_are_reported_despite_delays(
 @pytest.mark.parametrize("end", [refuse, hang, die, run_out])
 def test_correct_kernel_refused_only_with_delays_is_refused_wrongly(
     end: Callable[[int], Checked],
-    install: Callable[[Gpu], None],
+    install: Callable[[Gpu], Gpu],
     plan: Plan,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     subjects = right.sampled_subjects(2, 3, H200)[:3]
-    install(Gpu({}, {rendered(subjects[1]).digest: end}))
-    monkeypatch.setattr(jobs, "confirm", lambda subject, seed: False)
+    install(Gpu({}, {rendered(subjects[1]).digest: end})).replaced[jobs.confirm] = lambda subject, seed: False
     controls = right.verify_right(subjects, plan, lambda control: None)
     assert [control.wrongly_refused for control in controls] == [False, True, False]
     assert controls[1].delayed
     assert controls[1].failed
 
 
-def test_failing_check_detects_no_mutant(install: Callable[[Gpu], None], plan: Plan) -> None:
+def test_failing_check_detects_no_mutant(install: Callable[[Gpu], Gpu], plan: Plan) -> None:
     mutants = tuple(next(of_kind(racy=racy, hangs=False)) for racy in (False, True))
     install(Gpu({digest(mutant): run_out for mutant in mutants}))
     _, results = runner.run_mutants(mutants, plan, lambda result: None)
@@ -212,17 +190,15 @@ def test_failing_check_detects_no_mutant(install: Callable[[Gpu], None], plan: P
 
 
 @pytest.mark.slow
-def test_refused_correct_kernels_are_checked_again(
-    install: Callable[[Gpu], None], plan: Plan, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refused_correct_kernels_are_checked_again(install: Callable[[Gpu], Gpu], plan: Plan) -> None:
     subjects = right.sampled_subjects(6, 3, H200)
     assert right.sampled_subjects(6, 3, H200) == subjects
     assert {subject.family for subject in subjects} == set(family_names())
     with_features = {subject.family for subject in subjects if subject.problem.features}
     assert {"forward_hopper", "backward_fused"} <= with_features
     wrong, tight = subjects[2], subjects[5]
-    install(Gpu({rendered(subject).digest: refuse for subject in (wrong, tight)}))
-    monkeypatch.setattr(jobs, "confirm", lambda subject, seed: subject == tight)
+    gpu = install(Gpu({rendered(subject).digest: refuse for subject in (wrong, tight)}))
+    gpu.replaced[jobs.confirm] = lambda subject, seed: subject == tight
     controls = right.verify_right(subjects, plan, lambda control: None)
     assert [control.passed for control in controls] == [subject not in {wrong, tight} for subject in subjects]
     assert [control.confirmed for control in controls if not control.passed] == [False, True]
@@ -232,13 +208,11 @@ def test_refused_correct_kernels_are_checked_again(
 def test_strict_check_without_verdict_is_separate(
     end: Callable[[int], Checked],
     confirmed: bool | None,
-    install: Callable[[Gpu], None],
+    install: Callable[[Gpu], Gpu],
     plan: Plan,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (subject,) = right.sampled_subjects(1, 3, H200)[:1]
-    install(Gpu({rendered(subject).digest: refuse}))
-    monkeypatch.setattr(jobs, "confirm", lambda subject, seed: end(seed))
+    install(Gpu({rendered(subject).digest: refuse})).replaced[jobs.confirm] = lambda subject, seed: end(seed)
     (control,) = right.verify_right([subject], plan, lambda control: None)
     assert not control.passed
     assert control.confirmed is confirmed

@@ -10,7 +10,6 @@ import pytest
 from click.testing import Result
 
 from flashtune.core.record import Measurement, Record, Verdict
-from flashtune.db import table as module
 from flashtune.db.codec import Check
 from flashtune.db.table import Timing, TunedTable, load_table
 from flashtune.dispatch import tables
@@ -22,6 +21,7 @@ from flashtune.tuner.tables.lookup import tables_of
 from flashtune.tuner.tables.table_receipts import sibling, without_strays
 from flashtune.tuner.workloads.shapes import parse_shape
 from flashtune.verification.probes import EVERY_LEVEL
+from tests.support.families import Ship
 from tests.support.records import write_table
 from tests.support.runtime import forget_all
 from tests.tuner.cli.conftest import SHAPE
@@ -114,7 +114,7 @@ def test_written_table_omits_receipts_and_times_without_records(
 
 
 @pytest.fixture
-def shipped(monkeypatch: pytest.MonkeyPatch, record: Record) -> Iterator[TunedTable]:
+def shipped(ship: Ship, record: Record) -> Iterator[TunedTable]:
     """A shipped table of another driver, with a receipt and a time of the current versions."""
     here = current_versions(record.family)
     other = msgspec.structs.replace(record, versions=msgspec.structs.replace(here, driver="999.1"))
@@ -126,21 +126,17 @@ def shipped(monkeypatch: pytest.MonkeyPatch, record: Record) -> Iterator[TunedTa
         measurement=Measurement(0.3, 0.3, 0.3, 9),
     )
     table = TunedTable(target=record.target, records=(other,), receipts=(check,), times=(time,))
-    for importer in (module, lookup):
-        monkeypatch.setattr(importer, "shipped_table", lambda name: table if name == table.target else None)
+    ship(table)
     forget_all()
     yield table
     forget_all()
 
 
 def test_shipped_receipt_without_a_time_verifies_a_record(
-    run: Run, monkeypatch: pytest.MonkeyPatch, shipped: TunedTable
+    run: Run, monkeypatch: pytest.MonkeyPatch, ship: Ship, shipped: TunedTable
 ) -> None:
     def standings() -> list[str]:
         return [row["standing"] for row in json.loads(run("show", "--shipped", "--json").stdout)]
-
-    def ship(table: TunedTable) -> None:
-        monkeypatch.setattr(lookup, "shipped_table", lambda name: table if name == table.target else None)
 
     # The table's receipt and time are of the driver here, and the record is of another one.
     monkeypatch.setattr(listing, "NO_DRIVER", "nothing")
@@ -152,7 +148,7 @@ def test_shipped_receipt_without_a_time_verifies_a_record(
 
 
 def test_shipped_receipts_of_all_drivers_count_without_a_driver(
-    run: Run, monkeypatch: pytest.MonkeyPatch, record: Record
+    run: Run, monkeypatch: pytest.MonkeyPatch, ship: Ship, record: Record
 ) -> None:
     other = msgspec.structs.replace(record.versions, triton="99.0")
     table = TunedTable(
@@ -160,7 +156,7 @@ def test_shipped_receipts_of_all_drivers_count_without_a_driver(
         records=(msgspec.structs.replace(record, versions=other),),
         receipts=(receipt(record, str(record.kernel)),),
     )
-    monkeypatch.setattr(lookup, "shipped_table", lambda name: table if name == table.target else None)
+    ship(table)
     standings = {}
     for driver in (NO_DRIVER, "999.2", "998.1"):
         here = msgspec.structs.replace(record.versions, driver=driver)
@@ -172,7 +168,7 @@ def test_shipped_receipts_of_all_drivers_count_without_a_driver(
 
 
 def test_exported_part_of_a_shipped_table_contains_its_evidence(
-    run: Run, monkeypatch: pytest.MonkeyPatch, record: Record, make_record: MakeRecord, tmp_path: Path
+    run: Run, ship: Ship, record: Record, make_record: MakeRecord, tmp_path: Path
 ) -> None:
     (wider,) = parse_shape("heads=8,kv_heads=2,seqlen=1024,head_dim=128,dtype=bf16,causal,batch=2")
     other = make_record(of=wider)
@@ -189,7 +185,7 @@ def test_exported_part_of_a_shipped_table_contains_its_evidence(
         receipts=(*part, receipt(other, str(other.kernel))),
         times=(time,),
     )
-    monkeypatch.setattr(lookup, "shipped_table", lambda name: table if name == table.target else None)
+    ship(table)
     path = tmp_path / "part.json"
     done = run("export", "--shipped", "--shape", SHAPE, "--out", path)
     assert done.exit_code == 0, done.output

@@ -16,14 +16,16 @@ from flashtune.db.store import Store
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from flashtune.tuner.candidates import Candidate, SearchTask
-from flashtune.tuner.execution import compile_pool, gpu_jobs, gpu_worker, machine_probe, processes
-from flashtune.tuner.execution.compile_pool import Compiled, CompilePool
+from flashtune.tuner.execution import gpu_jobs, processes
+from flashtune.tuner.execution.compile_pool import Compiled, CompilePool, compile_candidate
 from flashtune.tuner.execution.evaluation import Evaluation
+from flashtune.tuner.execution.gpu_jobs import evaluate_candidate, prepare
 from flashtune.tuner.execution.gpu_worker import GpuWorker
 from flashtune.tuner.execution.machine_probe import Probe, fault_of, look_for_fault, start_probe
 from flashtune.tuner.execution.processes import LostJob
 from flashtune.verification.schedule_fuzzing import delayed
 from tests.tuner.search import fakes
+from tests.tuner.search.conftest import Jobs
 from tests.tuner.search.fakes import FAMILY, FakeCompiler, FakeMeasurer, a_config, by_tile
 from tests.tuner.search.small_search import SIZE, search
 
@@ -33,8 +35,8 @@ WELL = Probe("")
 STORED = "what was finished is stored, and the same command goes on"
 
 
-def test_killed_compiler_process_is_no_outcome(scope: SearchTask, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile_pool, "compile_candidate", fakes.kill_itself)
+def test_killed_compiler_process_is_no_outcome(scope: SearchTask, jobs: Jobs) -> None:
+    jobs[compile_candidate] = fakes.kill_itself
     with (
         CompilePool(1) as pool,
         pytest.raises(MachineError, match=rf"a compiler process was killed \(signal 9\).*; {STORED}"),
@@ -42,10 +44,8 @@ def test_killed_compiler_process_is_no_outcome(scope: SearchTask, monkeypatch: p
         pool.submit(scope, CANDIDATE).result(WAIT)
 
 
-def test_full_disk_in_a_compiler_process_is_no_outcome(
-    scope: SearchTask, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(compile_pool, "compile_candidate", fakes.compile_without_space)
+def test_full_disk_in_a_compiler_process_is_no_outcome(scope: SearchTask, jobs: Jobs) -> None:
+    jobs[compile_candidate] = fakes.compile_without_space
     with CompilePool(1) as pool, pytest.raises(MachineError, match="No space left on device"):
         pool.submit(scope, CANDIDATE).result(WAIT)
 
@@ -53,41 +53,35 @@ def test_full_disk_in_a_compiler_process_is_no_outcome(
 @pytest.mark.parametrize(
     "job", [fakes.crash, fakes.hang, fakes.fail_with_a_tool], ids=lambda job: job.__name__
 )
-def test_compile_failure_on_a_faulty_machine_is_no_outcome(
-    scope: SearchTask, monkeypatch: pytest.MonkeyPatch, job: Any
-) -> None:
-    monkeypatch.setattr(machine_probe, "look_for_fault", fakes.triton_cache_full)
-    monkeypatch.setattr(compile_pool, "compile_candidate", job)
+def test_compile_failure_on_a_faulty_machine_is_no_outcome(scope: SearchTask, jobs: Jobs, job: Any) -> None:
+    jobs[look_for_fault] = fakes.triton_cache_full
+    jobs[compile_candidate] = job
     with CompilePool(1, seconds=1.0) as pool, pytest.raises(MachineError, match=f"cache is full; {STORED}"):
         pool.submit(scope, CANDIDATE).result(WAIT)
 
 
 @pytest.mark.usefixtures("healthy_machine")
-def test_tool_failure_on_a_healthy_machine_is_an_outcome(
-    scope: SearchTask, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(compile_pool, "compile_candidate", fakes.fail_with_a_tool)
+def test_tool_failure_on_a_healthy_machine_is_an_outcome(scope: SearchTask, jobs: Jobs) -> None:
+    jobs[compile_candidate] = fakes.fail_with_a_tool
     with CompilePool(1) as pool:
         assert pool.submit(scope, CANDIDATE).result(WAIT).outcome is Outcome.COMPILE_ERROR
 
 
 @pytest.mark.parametrize("job", [fakes.crash, fakes.fail_with_a_tool], ids=lambda job: job.__name__)
-def test_compile_failure_that_passes_is_no_outcome(
-    scope: SearchTask, monkeypatch: pytest.MonkeyPatch, job: Any
-) -> None:
-    start = CompilePool._start
+def test_compile_failure_that_passes_is_no_outcome(scope: SearchTask, jobs: Jobs, job: Any) -> None:
+    class Recovering(CompilePool):
+        def _start(self, *args: Any, again: bool) -> None:
+            jobs[compile_candidate] = job if again else fakes.compile_well
+            super()._start(*args, again=again)
 
-    def started(self: CompilePool, *args: Any, again: bool) -> None:
-        monkeypatch.setattr(compile_pool, "compile_candidate", job if again else fakes.compile_well)
-        start(self, *args, again=again)
-
-    monkeypatch.setattr(CompilePool, "_start", started)
-    with CompilePool(1) as pool:
+    with Recovering(1) as pool:
         assert pool.submit(scope, CANDIDATE).result(WAIT).outcome is Outcome.OK
 
 
-def test_stopped_pool_does_not_restart_lost_jobs(scope: SearchTask, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile_pool, "compile_candidate", fakes.hang)
+def test_stopped_pool_does_not_restart_lost_jobs(
+    scope: SearchTask, monkeypatch: pytest.MonkeyPatch, jobs: Jobs
+) -> None:
+    jobs[compile_candidate] = fakes.hang
     with CompilePool(1) as pool:
         jobs = [pool.submit(scope, CANDIDATE) for _ in range(3)]
         time.sleep(0.5)
@@ -98,30 +92,28 @@ def test_stopped_pool_does_not_restart_lost_jobs(scope: SearchTask, monkeypatch:
     assert all(job.cancelled() or not job.done() for job in jobs)
 
 
-def test_killed_gpu_process_is_no_outcome(scope: SearchTask, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_worker, "prepare", fakes.succeed)
-    monkeypatch.setattr(gpu_worker, "evaluate_candidate", fakes.kill_itself)
+def test_killed_gpu_process_is_no_outcome(scope: SearchTask, jobs: Jobs) -> None:
+    jobs[prepare] = fakes.succeed
+    jobs[evaluate_candidate] = fakes.kill_itself
     with GpuWorker(0) as gpu, pytest.raises(MachineError, match=r"runs kernels was killed \(signal 9\)"):
         gpu.evaluate(scope, CANDIDATE, fakes.compiled(CANDIDATE), None).result(WAIT)
 
 
 @pytest.mark.parametrize("job", [fakes.crash, fakes.hang], ids=lambda job: job.__name__)
-def test_launch_failure_on_a_faulty_machine_is_no_outcome(
-    scope: SearchTask, monkeypatch: pytest.MonkeyPatch, job: Any
-) -> None:
-    monkeypatch.setattr(gpu_worker, "prepare", fakes.succeed)
-    monkeypatch.setattr(gpu_worker, "evaluate_candidate", job)
-    monkeypatch.setattr(machine_probe, "look_for_fault", fakes.triton_cache_full)
+def test_launch_failure_on_a_faulty_machine_is_no_outcome(scope: SearchTask, jobs: Jobs, job: Any) -> None:
+    jobs[prepare] = fakes.succeed
+    jobs[evaluate_candidate] = job
+    jobs[look_for_fault] = fakes.triton_cache_full
     with GpuWorker(0, seconds=1.0) as gpu, pytest.raises(MachineError, match="cache is full"):
         gpu.evaluate(scope, CANDIDATE, fakes.compiled(CANDIDATE), None).result(WAIT)
 
 
-def test_machine_probe_compiles_a_kernel_in_a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machine_probe_compiles_a_kernel_in_a_new_process(jobs: Jobs) -> None:
     assert start_probe(find_target("a100")).result(WAIT).fault == ""
-    monkeypatch.setattr(machine_probe, "look_for_fault", fakes.crash)
+    jobs[look_for_fault] = fakes.crash
     assert "died" in start_probe(find_target("a100")).result(WAIT).fault
-    monkeypatch.setattr(machine_probe, "PROBE_SECONDS", 1.0)
-    monkeypatch.setattr(machine_probe, "look_for_fault", fakes.hang)
+    jobs.seconds = 1.0
+    jobs[look_for_fault] = fakes.hang
     assert "this machine is too busy" in start_probe(find_target("a100")).result(WAIT).fault
 
 
@@ -131,25 +123,21 @@ def test_machine_probe_names_an_unwritable_folder(tmp_path: Any, monkeypatch: py
     assert f"the Triton cache {tmp_path}/file/triton cannot" in look_for_fault(find_target("a100")).fault
 
 
-def test_timeout_is_an_outcome_only_on_an_idle_machine(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_timeout_is_an_outcome_only_on_an_idle_machine(load: list[float]) -> None:
     timed_out = LostJob(True, "did not end within its time limit")
-    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
     assert fault_of(timed_out, WELL, "a process") == ""
     assert "too busy (4 programs for each core)" in fault_of(timed_out, Probe("", slowness=4.0), "a process")
-    cores = os.cpu_count() or 1
     # The load of the last minute counts, though it may be gone when the probe runs.
-    monkeypatch.setattr(os, "getloadavg", lambda: (5.0 * cores, 1.0, 1.0))
+    load[0] = 5.0 * (os.cpu_count() or 1)
     assert "too busy (5 programs for each core)" in fault_of(timed_out, WELL, "a process")
 
 
 def test_crash_is_an_outcome_unless_memory_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     crashed = LostJob(False, "its process died (killed by signal 6)", 6)
-    unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: unlimited)
+    limit = resource.RLIM_INFINITY
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (limit, limit))
     assert fault_of(crashed, WELL, "a process") == ""
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: (2 << 30, 2 << 30))
+    limit = 2 << 30
     assert "crashed under a limit of memory" in fault_of(crashed, WELL, "a process")
 
 

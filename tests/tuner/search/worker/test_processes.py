@@ -18,12 +18,20 @@ import pytest
 from flashtune.core.errors import MachineError
 from flashtune.core.record import Outcome
 from flashtune.tuner.candidates import Candidate, SearchTask
-from flashtune.tuner.execution import compile_pool, gpu_worker, processes
-from flashtune.tuner.execution.compile_pool import Compiled, CompilePool
+from flashtune.tuner.execution import processes
+from flashtune.tuner.execution.compile_pool import Compiled, CompilePool, compile_candidate
 from flashtune.tuner.execution.evaluation import DeviceLostError
+from flashtune.tuner.execution.gpu_jobs import (
+    build_late,
+    evaluate_candidate,
+    evaluate_late,
+    prepare,
+    time_finalists,
+)
 from flashtune.tuner.execution.gpu_worker import GpuWorker
 from flashtune.tuner.execution.processes import Workers, start_pool, stop_pool
 from tests.tuner.search import fakes
+from tests.tuner.search.conftest import Jobs
 from tests.tuner.search.fakes import FAMILY, a_config
 
 CANDIDATE = Candidate(FAMILY, a_config())
@@ -45,9 +53,9 @@ class FakePool:
     active = True
 
     def __init__(self, made: list[FakePool]) -> None:
-        time.sleep(0.05)
         self.stops = 0
         made.append(self)
+        time.sleep(0.05)
 
     def schedule(self, *_: object, **__: object) -> Future[None]:
         return Future()
@@ -77,18 +85,12 @@ def test_threads_start_one_pool(made: list[FakePool]) -> None:
     assert [pool.stops for pool in made] == [1]
 
 
-def test_stop_during_a_start_stops_the_pool(made: list[FakePool], monkeypatch: pytest.MonkeyPatch) -> None:
-    starting = threading.Event()
-
-    def start(_: int) -> FakePool:
-        starting.set()
-        return FakePool(made)
-
-    monkeypatch.setattr(processes, "start_pool", start)
+def test_stop_during_a_start_stops_the_pool(made: list[FakePool]) -> None:
     workers = Workers(1)
     thread = threading.Thread(target=workers.schedule, args=(print, (), 1.0))
     thread.start()
-    starting.wait()
+    while not made:
+        time.sleep(0.001)
     workers.stop()
     thread.join()
     assert [pool.stops for pool in made] == [1]
@@ -122,13 +124,13 @@ def test_kernel_that_exceeds_sram_is_infeasible(scope: SearchTask) -> None:
 
 
 @pytest.mark.usefixtures("healthy_machine")
-def test_compiler_crash_or_hang_is_an_outcome(scope: SearchTask, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiler_crash_or_hang_is_an_outcome(scope: SearchTask, jobs: Jobs) -> None:
     with CompilePool(1, seconds=1.0) as pool:
-        monkeypatch.setattr(compile_pool, "compile_candidate", fakes.crash)
+        jobs[compile_candidate] = fakes.crash
         crashed = pool.submit(scope, CANDIDATE).result(WAIT)
-        monkeypatch.setattr(compile_pool, "compile_candidate", fakes.hang)
+        jobs[compile_candidate] = fakes.hang
         hung = pool.submit(scope, CANDIDATE).result(WAIT)
-        monkeypatch.setattr(compile_pool, "compile_candidate", fakes.compile_well)
+        jobs[compile_candidate] = fakes.compile_well
         assert pool.submit(scope, CANDIDATE).result(WAIT).outcome is Outcome.OK
     assert crashed == Compiled(
         Outcome.COMPILE_ERROR, message="compiling its process died (killed by signal 6)"
@@ -150,22 +152,22 @@ def test_workers_use_one_thread() -> None:
 
 
 @pytest.fixture
-def healthy_gpu(healthy_machine: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_worker, "prepare", fakes.succeed)
+def healthy_gpu(healthy_machine: None, jobs: Jobs) -> None:
+    jobs[prepare] = fakes.succeed
 
 
 @pytest.mark.usefixtures("healthy_gpu")
-def test_launch_crash_or_hang_is_an_outcome(scope: SearchTask, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launch_crash_or_hang_is_an_outcome(scope: SearchTask, jobs: Jobs) -> None:
     compiled = fakes.compiled(CANDIDATE)
     with GpuWorker(0, seconds=1.5) as gpu:
-        monkeypatch.setattr(gpu_worker, "evaluate_candidate", fakes.leave_with_illegal_access)
+        jobs[evaluate_candidate] = fakes.leave_with_illegal_access
         faulty = gpu.evaluate(scope, CANDIDATE, compiled, None).result(WAIT)
-        monkeypatch.setattr(gpu_worker, "evaluate_candidate", fakes.crash)
+        jobs[evaluate_candidate] = fakes.crash
         crashed = gpu.evaluate(scope, CANDIDATE, compiled, None).result(WAIT)
-        monkeypatch.setattr(gpu_worker, "evaluate_candidate", fakes.hang)
+        jobs[evaluate_candidate] = fakes.hang
         hung = gpu.evaluate(scope, CANDIDATE, compiled, None)
         # The next process does the jobs that wait behind a job that hangs.
-        monkeypatch.setattr(gpu_worker, "evaluate_candidate", fakes.evaluate_right)
+        jobs[evaluate_candidate] = fakes.evaluate_right
         after = gpu.evaluate(scope, CANDIDATE, compiled, None)
         assert hung.result(WAIT).outcome is Outcome.TIMEOUT
         assert after.result(WAIT).outcome is Outcome.OK
@@ -176,9 +178,9 @@ def test_launch_crash_or_hang_is_an_outcome(scope: SearchTask, monkeypatch: pyte
     )
 
 
-def test_crash_due_to_a_lost_gpu_is_no_outcome(scope: SearchTask, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_worker, "prepare", fakes.lose_device)
-    monkeypatch.setattr(gpu_worker, "evaluate_candidate", fakes.crash)
+def test_crash_due_to_a_lost_gpu_is_no_outcome(scope: SearchTask, jobs: Jobs) -> None:
+    jobs[prepare] = fakes.lose_device
+    jobs[evaluate_candidate] = fakes.crash
     with GpuWorker(0) as gpu:
         job = gpu.evaluate(scope, CANDIDATE, fakes.compiled(CANDIDATE), None)
         with pytest.raises(DeviceLostError, match="unplugged"):
@@ -186,16 +188,14 @@ def test_crash_due_to_a_lost_gpu_is_no_outcome(scope: SearchTask, monkeypatch: p
 
 
 @pytest.mark.usefixtures("healthy_gpu")
-def test_job_is_rerun_if_its_process_died_before_it_began(
-    scope: SearchTask, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gpu_worker, "evaluate_candidate", fakes.process_id)
+def test_job_is_rerun_if_its_process_died_before_it_began(scope: SearchTask, jobs: Jobs) -> None:
+    jobs[evaluate_candidate] = fakes.process_id
     compiled = fakes.compiled(CANDIDATE)
     with GpuWorker(0) as gpu:
         process: Any = gpu.evaluate(scope, CANDIDATE, compiled, None).result(WAIT)
         # Stopped, it cannot say that it took the job; the pool then breaks as a whole.
         os.kill(process, signal.SIGSTOP)
-        monkeypatch.setattr(gpu_worker, "evaluate_candidate", fakes.evaluate_right)
+        jobs[evaluate_candidate] = fakes.evaluate_right
         lost = gpu.evaluate(scope, CANDIDATE, compiled, None)
         time.sleep(0.5)
         os.kill(process, signal.SIGKILL)
@@ -204,14 +204,12 @@ def test_job_is_rerun_if_its_process_died_before_it_began(
 
 
 @pytest.mark.usefixtures("healthy_gpu")
-def test_kernel_that_hangs_or_crashes_with_delays_is_wrong(
-    scope: SearchTask, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gpu_worker, "build_late", fakes.agree)
+def test_kernel_that_hangs_or_crashes_with_delays_is_wrong(scope: SearchTask, jobs: Jobs) -> None:
+    jobs[build_late] = fakes.agree
     evaluations = []
     with GpuWorker(0, seconds=0.5) as gpu:
         for job in (fakes.hang, fakes.leave_with_illegal_access, fakes.evaluate_right):
-            monkeypatch.setattr(gpu_worker, "evaluate_late", job)
+            jobs[evaluate_late] = job
             evaluations.append(gpu.evaluate_delayed(scope, CANDIDATE).result(WAIT))
     said = [(evaluation.outcome, evaluation.message) for evaluation in evaluations if evaluation is not None]
     assert said == [
@@ -221,10 +219,10 @@ def test_kernel_that_hangs_or_crashes_with_delays_is_wrong(
     ]
 
 
-def test_lost_gpu_during_delays_is_no_outcome(scope: SearchTask, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_worker, "prepare", fakes.lose_device)
-    monkeypatch.setattr(gpu_worker, "build_late", fakes.agree)
-    monkeypatch.setattr(gpu_worker, "evaluate_late", fakes.crash)
+def test_lost_gpu_during_delays_is_no_outcome(scope: SearchTask, jobs: Jobs) -> None:
+    jobs[prepare] = fakes.lose_device
+    jobs[build_late] = fakes.agree
+    jobs[evaluate_late] = fakes.crash
     with GpuWorker(0) as gpu, pytest.raises(DeviceLostError, match="unplugged"):
         gpu.evaluate_delayed(scope, CANDIDATE).result(WAIT)
 
@@ -232,26 +230,24 @@ def test_lost_gpu_during_delays_is_no_outcome(scope: SearchTask, monkeypatch: py
 @pytest.mark.usefixtures("healthy_gpu")
 @pytest.mark.parametrize("build", [fakes.hang, fakes.crash, fakes.succeed], ids=lambda job: job.__name__)
 def test_kernel_that_cannot_be_built_with_delays_has_no_verdict(
-    scope: SearchTask, monkeypatch: pytest.MonkeyPatch, build: Callable[..., Any]
+    scope: SearchTask, jobs: Jobs, build: Callable[..., Any]
 ) -> None:
-    monkeypatch.setattr(gpu_worker, "COMPILE_SECONDS", 1.0)
-    monkeypatch.setattr(gpu_worker, "build_late", build)
-    monkeypatch.setattr(gpu_worker, "evaluate_late", fakes.evaluate_right)
+    jobs.seconds = 1.0
+    jobs[build_late] = build
+    jobs[evaluate_late] = fakes.evaluate_right
     with GpuWorker(0) as gpu:
         assert gpu.evaluate_delayed(scope, CANDIDATE).result(WAIT) is None
 
 
 @pytest.mark.usefixtures("healthy_gpu")
-def test_final_measurement_is_empty_if_its_process_dies(
-    scope: SearchTask, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gpu_worker, "time_finalists", fakes.crash)
+def test_final_measurement_is_empty_if_its_process_dies(scope: SearchTask, jobs: Jobs) -> None:
+    jobs[time_finalists] = fakes.crash
     with GpuWorker(0) as gpu:
         assert gpu.finals(scope, (CANDIDATE,)).result(WAIT) == ()
 
 
-def test_pool_ends_quickly_with_hanging_workers(scope: SearchTask, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile_pool, "compile_candidate", fakes.hang)
+def test_pool_ends_quickly_with_hanging_workers(scope: SearchTask, jobs: Jobs) -> None:
+    jobs[compile_candidate] = fakes.hang
     with CompilePool(2) as pool:
         pool.submit(scope, CANDIDATE)
         pool.submit(scope, CANDIDATE)
