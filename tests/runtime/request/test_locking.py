@@ -122,6 +122,19 @@ def test_lock_of_a_module_is_free_in_a_forked_child() -> None:
     assert os.waitpid(child, 0)[1] == 0
 
 
+def test_lock_of_a_module_is_left_in_both_processes_after_a_fork_in_its_block() -> None:
+    lock = ModuleLock()
+    with lock, lock:
+        child = os.fork()
+        if not child:
+            signal.alarm(10)
+    if not child:
+        with lock:
+            os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert lock._acquired == []
+
+
 def test_removed_lock_file_does_not_block(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     entered = threading.Event()
