@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from flashtune.core.errors import StoreError
+from flashtune.db.light import remote
 from flashtune.db.light.reader import Reader, open_reader
 from flashtune.db.server import Watch
 from flashtune.db.store import open_store
