@@ -15,8 +15,7 @@ from flashtune.core.notices import FlashtuneWarning
 from flashtune.dispatch.decision import Decision
 from flashtune.launch import binding
 from flashtune.runtime import backward_executors, prepare
-from flashtune.runtime.passes import Pass
-from flashtune.runtime.prepare import prepared
+from flashtune.runtime.passes import Pass, prepared
 from tests.interpreter.autograd_calls import (
     HEADS,
     KV_HEADS,
