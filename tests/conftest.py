@@ -4,7 +4,7 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import hypothesis
@@ -43,6 +43,19 @@ ship = families.ship
 # Triton reads the variable when it is imported, so these tests have a process of their own.
 if os.environ.get("TRITON_INTERPRET") != "1":
     collect_ignore = ["interpreter"]
+
+
+@pytest.fixture
+def interpret(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+    """Selects Triton's interpreter from a call on."""
+    from flashtune.launch.compilation import interpreting
+
+    def select() -> None:
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+        interpreting.cache_clear()
+
+    yield select
+    interpreting.cache_clear()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

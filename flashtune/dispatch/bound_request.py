@@ -45,7 +45,7 @@ class KernelKey(NamedTuple):
 
 
 class BoundRequest:
-    """A request and its tensors. Facts are computed at first use and kept.
+    """A request and its tensors. Facts are computed at first use and kept, except for SDPA's backend.
 
     It lives as long as a call is prepared. Executors must not refer to it, because they would keep the
     tensors alive.

@@ -66,8 +66,7 @@ class Decision(msgspec.Struct, frozen=True):
     backend: Backend
     reason: str  # The reason as one clause.
     target: Target | None = None  # The GPU, or None if it does not matter.
-    # The record that was found for the request, or None if none was looked up.
-    selection: Selection | None = None
+    selection: Selection | None = None  # The record of the request, or None if none was looked up.
 
     @property
     def generated(self) -> bool:
@@ -245,8 +244,9 @@ def _faster_peer_of_pair(bound: BoundRequest, forward: Selection, backward: Sele
     if has_hidden_keys(problem) and not problem.features:
         # SDPA does not get these keys. Times are those of problems without them.
         tables, length = bound.records, problem.seqlen_q
-        seen = [msgspec.structs.replace(one, seqlen_kv=length) for one in (problem, bound.request.backward)]
-        forward, backward = (select(one, target, tables, BEST_TENSORS, generated=True) for one in seen)
+        problems = problem, bound.request.backward
+        seen = [msgspec.structs.replace(whole, seqlen_kv=length) for whole in problems]
+        forward, backward = (select(part, target, tables, BEST_TENSORS, generated=True) for part in seen)
         passes = forward, backward
     if any(is_untrusted(selection, problem) for selection in passes):
         backend = bound.sdpa_backend if is_masked(problem) or not problem.features else None

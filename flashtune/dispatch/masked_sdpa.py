@@ -169,7 +169,8 @@ def _kind(request: Request, backend: str | None) -> tuple[object, ...]:
 
 def _call(request: Request, backend: str | None, *tensors: Tensor) -> tuple[object, ...]:
     """Returns the key of a refused call. SDPA's backends refuse some strides."""
-    return (request.device, request.problem, backend, *((one.shape, one.stride()) for one in tensors))
+    layouts = ((tensor.shape, tensor.stride()) for tensor in tensors)
+    return (request.device, request.problem, backend, *layouts)
 
 
 def _defect(

@@ -109,8 +109,15 @@ class Configurations:
         """Returns True: learned logits per head are supported."""
         return True
 
-    # Fp8 caches may have one scale per KV head.
-    supports_sliding_window = supports_per_head_quant_scales = supports_sink
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        """Returns True: sliding windows are supported."""
+        return True
+
+    @classmethod
+    def supports_per_head_quant_scales(cls) -> bool:
+        """Returns True: fp8 caches may have one scale per KV head."""
+        return True
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:

@@ -182,7 +182,7 @@ class Session:
 
     def _executor(self, bound: BoundRequest) -> Executor:
         request = bound.request
-        executor = with_checks(prepare(bound, self.loader), request)
+        executor = with_checks(prepare(bound, self.loader), request, self.platform)
         if request.is_double or without_values(request) is not None:
             return executor
         return self.counted(executor, bound)

@@ -13,6 +13,8 @@ from flashtune.runtime.kernel_loader import KernelLoader
 from flashtune.runtime.self_check import SelfChecks
 from flashtune.runtime.session import SESSION
 
+LOADER = SESSION.loader
+
 
 class Tuned(Platform):
     """This machine's GPU with other tuned records."""
@@ -27,6 +29,7 @@ class Tuned(Platform):
 
 def forget_all() -> None:
     """Clears all caches, as in a new process. Loaded kernels stay."""
+    assert SESSION.loader is LOADER, "call it outside of `using`, whose checks it would drop"
     SESSION.forget()
     SESSION.loader.checks = SelfChecks()
     SESSION.loader.rendered.clear()

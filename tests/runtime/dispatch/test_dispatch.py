@@ -222,12 +222,14 @@ def test_damaged_database_falls_back_to_shipped_tables(own_database: object) -> 
         assert tuned_records("nobodys-gpu").effective() == ()
 
 
-def test_features_that_no_family_computes_are_unfused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_features_that_no_family_computes_are_unfused(
+    monkeypatch: pytest.MonkeyPatch, interpret: Callable[[], None]
+) -> None:
     for module in ("lookup", "decision"):
         monkeypatch.setattr(
             f"flashtune.dispatch.{module}.families", lambda: (find_family("forward_q_outer"),)
         )
-    monkeypatch.setattr("flashtune.dispatch.decision.interpreting", lambda: True)
+    interpret()
     q = torch.randn(1, 2, 8, 16)
     (decision,) = choose(BoundRequest.of(dense_call(q, q, q, softcap=2.0)))
     assert (decision.backend, decision.reason) == (Backend.UNFUSED, "no kernel family computes softcap")
