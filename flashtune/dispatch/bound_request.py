@@ -146,7 +146,8 @@ class BoundRequest:
         if any(view.data_ptr() % POINTER_ALIGNMENT for view in self.views):
             odd = (True, True, True)
         read = _with_copies(self.tensors, odd, "meta")
-        aligned = specialization_of((*request.views(*read), output_like(request)), False)
+        out = request.layout.heads_first(request.out_like)
+        aligned = specialization_of((*request.views(*read), out), False)
         if not aligned.takes_descriptors(problem.dtype):
             return none
         ms = copy_ms([tensor for tensor in read if tensor.is_meta], self.target)
@@ -171,7 +172,7 @@ class BoundRequest:
     @functools.cached_property
     def backward_properties(self) -> Specialization:
         """The properties that a backward kernel may assume if dout has the strides of the output."""
-        out = torch.empty(self.request.out_shape, dtype=self.request.out_dtype, device="meta")
+        out = self.request.out_like
         return self.properties_of(self.backward_tensors(out, out, out))
 
     def properties_of(self, tensors: BackwardTensors) -> Specialization:
@@ -185,7 +186,9 @@ class BoundRequest:
 
     def forward_tensors(self, device: torch.device | str = "meta") -> ForwardTensors:
         """Returns the tensors of the forward pass. New tensors on a device replace those that are copied."""
-        return ForwardTensors(*self.request.views(*self._as_read(device)), output_like(self.request))
+        request = self.request
+        out = request.layout.heads_first(request.out_like)
+        return ForwardTensors(*request.views(*self._as_read(device)), out)
 
     def backward_tensors(
         self, out: Tensor, lse: Tensor, dout: Tensor, device: torch.device | str = "meta"
@@ -211,12 +214,6 @@ def side_gradients(side: ExtraInputs) -> tuple[str, ...]:
         return ()
     named = zip(TENSORS, side.optional_tensors, strict=True)
     return tuple(name for name, tensor in named if tensor is not None and tensor.requires_grad)
-
-
-def output_like(request: Request) -> Tensor:
-    """Returns a meta tensor with the output's strides, as [batch, heads, seqlen_q, value_head_dim]."""
-    out = torch.empty(request.out_shape, dtype=request.out_dtype, device="meta")
-    return request.layout.heads_first(out)
 
 
 def _with_copies(tensors: Tensors, flags: tuple[bool, bool, bool], device: torch.device | str) -> Tensors:

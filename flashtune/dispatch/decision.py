@@ -13,7 +13,7 @@ from flashtune.core.features.records import TENSORS
 from flashtune.core.features.table import TENSOR_INPUTS
 from flashtune.core.kernel import Specialization
 from flashtune.core.mask_sharing import MaskSharing
-from flashtune.core.problem import Causal, Problem
+from flashtune.core.problem import Causal, Feature, Problem
 from flashtune.core.record import Selection
 from flashtune.core.target import Target, find_target
 from flashtune.dispatch.bound_request import BoundRequest, KernelKey
@@ -26,13 +26,14 @@ from flashtune.dispatch.faster_peers import (
     shared_time,
     untimed_peer,
 )
-from flashtune.dispatch.lookup import default_selection, select, without_kernels
+from flashtune.dispatch.lookup import default_selection, select
 from flashtune.dispatch.masked_sdpa import is_masked, sdpa_allowed
 from flashtune.dispatch.sdpa import has_hidden_keys
 from flashtune.dispatch.sdpa_times import EFFICIENT, MATH, related_peers
 from flashtune.dispatch.tables import Tables
 from flashtune.launch.compilation import interpreting
 from flashtune.request.request import Prefer, Request
+from flashtune.templates.registry import families
 
 # The target for which the interpreter's default configs are made: small tiles and no TMA.
 INTERPRETED_TARGET = "nvidia-l4"
@@ -125,7 +126,8 @@ def _without_lookup(request: Request) -> Decision | None:
         return Decision(Backend.UNFUSED, DOUBLE)
     if request.needs_grad or request.prefer is Prefer.GENERATED:
         return None
-    unknown = without_kernels(request.problem)
+    computed = frozenset[Feature]().union(*(family.features for family in families()))
+    unknown = sorted(request.problem.features - computed)
     if not unknown:
         return None
     return Decision(Backend.UNFUSED, f"no kernel family computes {' and '.join(unknown)}")

@@ -33,6 +33,8 @@ FEATURES = frozenset({Feature.BIAS})
 PROBE_ROWS = 192
 PROBE_KEYS = 200
 PROBE_ERROR = 2.0**-5
+# The numbers to add for visible and for hidden keys.
+LEVELS = (0.0, -torch.inf)
 # Every refused call has its own entry.
 REFUSALS_LIMIT = 1024
 
@@ -107,7 +109,7 @@ def additive_mask(q: Tensor, k: Tensor, bias: Tensor, causal: Causal) -> Tensor:
     if not hides and not boolean:
         return bias
     # Python numbers would be copied to the device in each call.
-    zero, hidden = constants((0.0, -torch.inf), 1, q.dtype, q.device)
+    zero, hidden = constants(LEVELS, 1, q.dtype, q.device)
     if not hides:
         return torch.where(bias, zero, hidden)
     if boolean:

@@ -79,6 +79,11 @@ class Request(msgspec.Struct, frozen=True):
         return torch.float64 if self.is_double else TORCH_DTYPES[self.problem.out_dtype]
 
     @property
+    def out_like(self) -> Tensor:
+        """A meta tensor with the shape, strides and type of the output."""
+        return torch.empty(self.out_shape, dtype=self.out_dtype, device="meta")
+
+    @property
     def lse_dtype(self) -> torch.dtype:
         """Element type of the log-sum-exp."""
         return torch.float64 if self.is_double else torch.float32

@@ -23,8 +23,7 @@ from flashtune.launch.compiler_process import CompilerProcess
 from flashtune.request.request import Executor, Request
 from flashtune.runtime.gradients import BackwardExecutor
 from flashtune.runtime.kernel_loader import KernelLoader, LoadedKernel
-from flashtune.runtime.passes import Pass, clearer_of, joined, passes_of
-from flashtune.runtime.prepare import prepared
+from flashtune.runtime.passes import Pass, clearer_of, joined, passes_of, prepared
 from flashtune.runtime.value_checks import with_checks
 from flashtune.templates.family import unsupported_reason
 from flashtune.templates.registry import find_family

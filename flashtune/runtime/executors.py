@@ -44,7 +44,7 @@ def launcher(
     default_scale = request.default_scale
     if request.problem.dtype.is_quantized:
         return functools.partial(_quantized, launch, request)
-    out_like = torch.empty(request.out_shape, dtype=q.dtype, device="meta")
+    out_like = request.out_like
     new_out = allocator(out_like, q.device)
     lse_like = torch.empty(request.lse_shape, dtype=torch.float32, device="meta")
     new_lse = allocator(lse_like, q.device) if request.return_lse else None

@@ -10,7 +10,6 @@ from flashtune.core.kernel import Kernel, Specialization
 from flashtune.core.record import Record, Selection
 from flashtune.core.target import Target
 from flashtune.dispatch.bound_request import KernelKey
-from flashtune.dispatch.lookup import proven_by
 from flashtune.launch.binding import Binary, bind
 from flashtune.launch.compilation import is_compiled
 from flashtune.launch.compiler_process import CompilerProcess
@@ -47,7 +46,7 @@ class KernelLoader:
         record = selection.record
         assert record.config is not None
         kernel = self.kernel_of(record, key.specialization, target)
-        if proven_by(selection, kernel.digest):
+        if selection.proves(kernel.digest):
             return LoadedKernel(kernel, target, self.binaries.of(kernel, target, key.device))
         problem = msgspec.structs.replace(key.problem, causal=record.problem.causal)
         with self.checks.preloading(kernel, problem, record.config, target, key.device):

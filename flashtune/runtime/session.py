@@ -52,7 +52,8 @@ from flashtune.runtime.buckets import (
 )
 from flashtune.runtime.call_key import call_key, is_negated, keys_of_any_address
 from flashtune.runtime.kernel_loader import KernelLoader
-from flashtune.runtime.prepare import prepare, warn_of_failure
+from flashtune.runtime.passes import warn_of_failure
+from flashtune.runtime.prepare import prepare
 from flashtune.runtime.value_checks import with_checks
 from flashtune.templates.registry import families
 

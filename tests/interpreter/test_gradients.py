@@ -16,8 +16,7 @@ from flashtune.dispatch.decision import Decision
 from flashtune.launch import binding
 from flashtune.request.call import dense_call
 from flashtune.runtime import backward_executors, prepare
-from flashtune.runtime.passes import Pass
-from flashtune.runtime.prepare import prepared
+from flashtune.runtime.passes import Pass, prepared
 from flashtune.runtime.torch_ops import call_operator
 from tests.interpreter.autograd_calls import (
     HEADS,

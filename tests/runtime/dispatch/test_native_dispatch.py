@@ -22,8 +22,7 @@ from flashtune.dispatch.versions import current_versions
 from flashtune.request.call import dense_call
 from flashtune.runtime import passes
 from flashtune.runtime.kernel_loader import LoadedKernel
-from flashtune.runtime.passes import forward_pass
-from flashtune.runtime.prepare import prepared
+from flashtune.runtime.passes import forward_pass, prepared
 from flashtune.templates.family import Family
 from tests.support.machine import Machine
 
