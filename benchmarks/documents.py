@@ -19,16 +19,8 @@ from benchmarks.exhaustive import axes, prediction
 from benchmarks.figures import with_figures
 from benchmarks.host import first_use
 from benchmarks.integrations import report as integrations_report
-from benchmarks.kernels import (
-    fastest,
-    fp8_error,
-    limits,
-    random_report,
-    serving,
-    shipped_report,
-    sram_audit,
-    tritons,
-)
+from benchmarks.kernels import fastest, fp8_error, limits, serving, tritons
+from benchmarks.kernels import report as kernels_report
 from benchmarks.numbers import pages
 from benchmarks.saved import RESULTS, ROOT
 from benchmarks.search_replay import policies_report
@@ -43,23 +35,21 @@ TABLE = re.compile(r"<!-- table ([\w-]+): written by (.+?) -->")
 # Tables by name, for each script that pages name.
 SCRIPTS: dict[str, Callable[[], Mapping[str, str]]] = {
     tables.SCRIPT: lambda: tables.texts(tables.RESULTS),
-    training_report.SCRIPT: lambda: training_report.tables(training_report.measured(RESULTS)),
-    policies_report.SCRIPT: lambda: policies_report.texts(policies_report.SAVED),
+    training_report.SCRIPT: training_report.texts,
+    policies_report.SCRIPT: policies_report.texts,
     prediction.SCRIPT: prediction.texts,
     axes.SCRIPT: axes.texts,
     fastest.SCRIPT: fastest.texts,
     tritons.SCRIPT: tritons.texts,
     first_use.SCRIPT: first_use.texts,
     fp8_error.SCRIPT: fp8_error.texts,
+    kernels_report.SCRIPT: kernels_report.texts,
     limits.SCRIPT: limits.texts,
-    random_report.SCRIPT: random_report.texts,
     integrations_report.SCRIPT: integrations_report.texts,
     "scripts/reference.py": lambda: {"features": feature_table(), "shape-keys": key_table()},
     saved.SCRIPT: saved.texts,
     search_report.SCRIPT: search_report.texts,
     serving.SCRIPT: serving.texts,
-    shipped_report.SCRIPT: shipped_report.texts,
-    sram_audit.SCRIPT: sram_audit.texts,
     regret.SCRIPT: lambda: regret.texts(RESULTS),
     mutants.SCRIPT: lambda: mutants.texts(mutants.pages_runs(())),
 }
@@ -96,12 +86,10 @@ def generated() -> dict[Path, str]:
                 texts[script] = SCRIPTS[script]()
             if table not in texts[script]:
                 raise UsageError(f"{name}: {script} writes no table {table} from the saved results")
-            page = with_tables(page, {table: texts[script][table]}, script)
+            begin, end = f"<!-- table {table}: written by {script} -->", f"<!-- end of table {table} -->"
+            page = filled(page, begin, end, texts[script][table])
         contents[path] = with_figures(page)
-    drawn = {
-        **training_report.pictures(training_report.measured(RESULTS)),
-        **policies_report.pictures(policies_report.SAVED),
-    }
+    drawn = {**training_report.pictures(), **policies_report.pictures()}
     return contents | {PICTURES / f"{name}.svg": picture for name, picture in drawn.items()}
 
 
@@ -112,15 +100,6 @@ def filled(page: str, begin: str, end: str, text: str) -> str:
     if not (begun and ended):
         raise UsageError(f"the page has no markers for this text: put {begin} and {end} where it belongs")
     return f"{before}{begin}\n{text}\n{end}{after}"
-
-
-def with_tables(page: str, texts: Mapping[str, str], script: str) -> str:
-    """Returns the page with each text between the comments with its name and script, if it has them."""
-    for name, text in texts.items():
-        begin = f"<!-- table {name}: written by {script} -->"
-        if begin in page:
-            page = filled(page, begin, f"<!-- end of table {name} -->", text)
-    return page
 
 
 if __name__ == "__main__":

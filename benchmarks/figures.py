@@ -24,21 +24,8 @@ from tests.mutants.catalogue import gpu_mutants
 
 MARK = re.compile(r"<!-- figure ([\w-]+) -->(.*?)<!-- end -->", re.DOTALL)
 OURS, CUDNN = "flashtune", "sdpa-cudnn"
-WORDS = (
-    "no",
-    "one",
-    "two",
-    "three",
-    "four",
-    "five",
-    "six",
-    "seven",
-    "eight",
-    "nine",
-    "ten",
-    "eleven",
-    "twelve",
-)
+TO_SIX = ("no", "one", "two", "three", "four", "five", "six")
+WORDS = (*TO_SIX, "seven", "eight", "nine", "ten", "eleven", "twelve")
 
 
 @functools.cache
@@ -111,9 +98,7 @@ def _first_seconds() -> list[float]:
 
 def _judged(policy: str) -> list[float]:
     """A policy's median share of the true best on each truth table, with the judged share tried."""
-    chosen = [
-        summary for summary in policies_report.summaries(policies_report.SAVED) if summary.policy == policy
-    ]
+    chosen = [summary for summary in policies_report.summaries() if summary.policy == policy]
     return [statistics.median(summary.judged) for summary in chosen]
 
 

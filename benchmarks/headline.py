@@ -17,7 +17,6 @@ import msgspec
 from benchmarks.saved import KERNELS, RESULTS, content
 from flashtune.core.errors import FlashtuneError, TableError
 from flashtune.core.kernel import Kernel, Specialization
-from flashtune.core.problem import Problem
 from flashtune.db.eligibility import by_problem
 from flashtune.db.table import shipped_table
 from flashtune.templates.registry import find_family
@@ -28,8 +27,6 @@ from flashtune.tuner.bench.results import OURS, Bench
 
 # Sources of the table and the sentences of README.md.
 MEASURED = ("nvidia-h200-bench.json.gz", "nvidia-h200-backward.json.gz")
-# Lengths, heads and batch do not change what is rendered.
-STATIC = {"heads": 1, "kv_heads": 1, "batch": 1, "seqlen_q": 1024, "seqlen_kv": 1024}
 
 
 def main() -> None:
@@ -76,7 +73,8 @@ def not_shipped() -> list[str]:
         if record is None or record.config is None:
             cases.append(case_of(bench.problem))
             continue
-        shipped = render(find_family(record.family), _static(bench), record.config, Specialization())
+        family = find_family(record.family)
+        shipped = render(family, bench.problem.computation, record.config, Specialization())
         if shipped.digest != kernel_of(bench).digest:
             cases.append(case_of(bench.problem))
     return cases
@@ -84,10 +82,6 @@ def not_shipped() -> list[str]:
 
 def _benches(name: str) -> tuple[Bench, ...]:
     return tuple(read_report(content(RESULTS / name), name).benches)
-
-
-def _static(bench: Bench) -> Problem:
-    return msgspec.structs.replace(bench.problem, **STATIC)
 
 
 @functools.cache
@@ -103,7 +97,7 @@ def kernel_of(bench: Bench) -> Kernel:
     except msgspec.ValidationError as error:
         case = case_of(bench.problem)
         raise TableError(f"{case} was measured with no config of {family_name}: {error}") from error
-    return render(family, _static(bench), config, Specialization())
+    return render(family, bench.problem.computation, config, Specialization())
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from flashtune.core.errors import TableError
+from flashtune.core.files import replace_file
 from flashtune.tuner.cli.output import table
 
 SCRIPT = "benchmarks/saved.py"
@@ -41,7 +42,7 @@ class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # The day of the run, or, where the run did not record it, of the commit that added the file.
     date: datetime.date
     gpu: str  # The GPU's name; `none` where no GPU was used.
-    # torch, triton, driver: Versions; `none` if not used.
+    # Versions; `none` if not used.
     torch: str
     triton: str
     driver: str
@@ -74,12 +75,14 @@ def main() -> None:
 
 
 def save(path: Path, rows: object) -> None:
-    """Writes rows with the command line, the date, the GPU and the versions of this process.
+    """Writes rows with the command line, the date, the GPU and the versions of this process."""
+    write(path, msgspec.json.format(msgspec.json.encode(Saved(this_run(), rows)), indent=1) + b"\n")
 
-    A file that ends in `.gz` is compressed.
-    """
-    data = msgspec.json.format(msgspec.json.encode(Saved(this_run(), rows)), indent=1) + b"\n"
-    path.write_bytes(gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
+
+def write(path: Path, content: bytes) -> None:
+    """Replaces a file atomically. Makes its folder, and compresses a file that ends in `.gz`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, gzip.compress(content, mtime=0) if path.suffix == ".gz" else content)
 
 
 def content(path: Path) -> bytes:
@@ -122,6 +125,11 @@ def this_run() -> Source:
         triton=triton.__version__,
         driver=driver_version(),
     )
+
+
+def run_of(source: Source, more: str = "") -> str:
+    """Returns the GPU and the versions of a run, and `more`, for a line above its table."""
+    return f"On an {source.gpu} (torch {source.torch}, Triton {source.triton}{more})"
 
 
 def document(path: Path) -> Any:

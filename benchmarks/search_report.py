@@ -59,21 +59,13 @@ class Autotune(msgspec.Struct, frozen=True):
 
 
 class Helion(msgspec.Struct, frozen=True):
-    """One shape by a search and by Helion.
+    """One shape by a search and by Helion."""
 
-    Attributes:
-        problem: The problem's key.
-        effort: Helion's effort level.
-        budget: Its time limit in seconds; None for no limit.
-        helion: Its version.
-        search_seconds, helion_seconds: Wall clock until the result.
-        search_ms, helion_ms: Interleaved times of the results.
-    """
-
-    problem: str
-    effort: str
-    budget: int | None
-    helion: str
+    problem: str  # The problem's key.
+    effort: str  # Helion's effort level.
+    budget: int | None  # Its time limit in seconds; None for no limit.
+    helion: str  # Its version.
+    # Wall clock until each result, and the interleaved times of the results.
     search_seconds: float
     search_ms: float
     helion_seconds: float

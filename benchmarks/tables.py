@@ -92,22 +92,13 @@ def behind_table(results: Results) -> Iterator[str]:
 
 def gqa_table(results: Results) -> Iterator[str]:
     """TFLOP/s, and our speed over cuDNN's in the same run."""
-
-    def ratio(bench: Bench) -> str:
-        speedup = _over(bench, CUDNN)
-        return f" ({speedup:.2f})" if speedup else ""
-
-    yield from _by_length(results["gqa"], "TFLOP/s (over cuDNN in the same run):", ratio)
+    yield from _by_length(results["gqa"], "TFLOP/s (over cuDNN in the same run):", _over_cudnn)
 
 
 def backward_table(results: Results) -> Iterator[str]:
     """TFLOP/s of the gradients alone, and our speed over cuDNN's in the same run."""
-
-    def ratio(bench: Bench) -> str:
-        speedup = _over(bench, CUDNN)
-        return f" ({speedup:.2f})" if speedup else ""
-
-    yield from _by_length(results["backward"], "TFLOP/s (over cuDNN's gradients in the same run):", ratio)
+    intro = "TFLOP/s (over cuDNN's gradients in the same run):"
+    yield from _by_length(results["backward"], intro, _over_cudnn)
     for title, dims in (("D64 and D128", USUAL_WIDTHS), ("D256", WIDE)):
         benches = [bench for bench in results["backward"] if bench.problem.head_dim in dims]
         speedups = {case_of(bench.problem): over for bench in benches if (over := _over(bench, CUDNN))}
@@ -185,7 +176,7 @@ def summary_table(results: Results) -> Iterator[str]:
                 if any(_over(bench, peer) for bench in columns)
             ),
         ]
-        yield from table(("", *(_title(bench.problem) for bench in columns)), rows)
+        yield from table(("", *(short_title(bench.problem) for bench in columns)), rows)
 
 
 TABLES: dict[str, Callable[[Results], Iterator[str]]] = {
@@ -212,9 +203,9 @@ def _lines(benches: Sequence[Bench]) -> dict[str, list[Bench]]:
     """The benches of each head dim and mask, shortest first."""
     grouped: dict[str, list[Bench]] = {}
     for bench in sorted(benches, key=lambda bench: bench.problem.seqlen_kv):
-        grouped.setdefault(_title(bench.problem), []).append(bench)
+        grouped.setdefault(short_title(bench.problem), []).append(bench)
     # Titles in the order of the grid, whichever lengths are missing.
-    return {title: grouped[title] for title in dict.fromkeys(_title(bench.problem) for bench in benches)}
+    return {title: grouped[title] for title in dict.fromkeys(short_title(bench.problem) for bench in benches)}
 
 
 def _by_length(benches: Sequence[Bench], intro: str, ratio: Callable[[Bench], str]) -> Iterator[str]:
@@ -231,8 +222,15 @@ def _by_length(benches: Sequence[Bench], intro: str, ratio: Callable[[Bench], st
     yield from table(("", *(f"S={length}" for length in lengths)), rows)
 
 
-def _title(problem: Problem) -> str:
+def short_title(problem: Problem) -> str:
+    """Returns the head dim and the mask, such as `D128 causal`."""
     return f"D{problem.head_dim} {'full' if problem.causal is Causal.NONE else 'causal'}"
+
+
+def long_title(problem: Problem) -> str:
+    """Returns the short title, the length, and grouped heads: `D128 full S=4096, 64 heads on 8`."""
+    grouped = f", {problem.heads} heads on {problem.kv_heads}" if problem.group_size > 1 else ""
+    return f"{short_title(problem)} S={problem.seqlen_kv}{grouped}"
 
 
 def _ours(bench: Bench) -> Row:
@@ -245,6 +243,11 @@ def _over(bench: Bench, peer: str) -> float | None:
     """Our speed over a peer's; None where it has no row."""
     row = bench.row(peer)
     return row.ms / _ours(bench).ms if row else None
+
+
+def _over_cudnn(bench: Bench) -> str:
+    speedup = _over(bench, CUDNN)
+    return f" ({speedup:.2f})" if speedup else ""
 
 
 def _config(bench: Bench, family: str) -> dict[str, str]:

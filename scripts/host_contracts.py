@@ -255,18 +255,8 @@ def _text(node: ast.arguments | ast.FunctionDef) -> str:
 
 def newest_wheel(library: str, folder: Path) -> Path:
     """Returns the newest wheel for this machine, downloaded into a folder."""
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--quiet",
-        "--no-deps",
-        "--dest",
-        str(folder),
-        library,
-    ]
-    subprocess.run(command, check=True)
+    options = ("--quiet", "--no-deps", "--dest", str(folder))
+    subprocess.run([sys.executable, "-m", "pip", "download", *options, library], check=True)
     (wheel,) = folder.glob(f"{library}-*.whl")
     return wheel
 

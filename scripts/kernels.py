@@ -77,12 +77,7 @@ def files(records: Iterable[Record]) -> dict[str, str]:
 
 
 def choose(name: str, kernels: Iterable[Sequence[Record]]) -> Sequence[Record]:
-    """Returns the selections of an example's kernel.
-
-    Args:
-        name: The example.
-        kernels: The selections of each kernel.
-    """
+    """Returns the selections of an example's kernel, from those of all kernels."""
     family, pattern = name.partition("/")[0], EXAMPLES[name][0]
     ranks: list[tuple[tuple[int, int, str], Sequence[Record]]] = []
     for selections in kernels:

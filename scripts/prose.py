@@ -43,13 +43,7 @@ RULES = tuple((re.compile(pattern, re.IGNORECASE), advice) for pattern, advice i
 
 NOT_PROSE = tuple(
     re.compile(pattern, re.DOTALL | re.MULTILINE)
-    for pattern in (
-        r"^```.*?^```",
-        r"<!--.*?-->",
-        r"^\s*\|.*?\|\s*$",
-        r"^#+ .*?$",
-        r"^    .*?$",
-    )
+    for pattern in (r"^```.*?^```", r"<!--.*?-->", r"^\s*\|.*?\|\s*$", r"^#+ .*?$", r"^    .*?$")
 )
 COMMENTS = re.compile(r"\{#-?(.*?)-?#\}|((?:^[ \t]*#[^\n]*\n)+)", re.DOTALL | re.MULTILINE)
 DIRECTIVE = re.compile(r"noqa|type:|fmt:|ruff:|pyright:|mypy:|pragma:")

@@ -18,11 +18,10 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.reports import write_report
 from benchmarks.sanitizer.points import subjects
 from benchmarks.sanitizer.report import Listed, SanitizerReport, report_lines
 from benchmarks.sanitizer.runner import MEMCHECK, RACECHECK, TOOLS, Examination, examine, find_sanitizer
-from benchmarks.saved import RESULTS, decoded
+from benchmarks.saved import RESULTS, decoded, write
 from flashtune.core.errors import FlashtuneError, UsageError
 from flashtune.core.target import device_target
 from flashtune.templates.registry import find_family
@@ -104,11 +103,11 @@ def _examine(options: argparse.Namespace) -> SanitizerReport:
             if digest not in done and subject.candidate.family not in skipped
         ]
         print(f"{tool}: {len(left)} of {len(kernels)} kernels to run", flush=True)
-        write_report(report, path)
+        write(path, msgspec.json.encode(report))
         limit = time.time() + (until - time.time()) / (len(tools) - index)
         for finding in examine(Examination(sanitizer, tool, target, options.jobs, limit), left):
             report = msgspec.structs.replace(report, findings=(*report.findings, finding))
-            write_report(report, path)
+            write(path, msgspec.json.encode(report))
     return report
 
 

@@ -34,7 +34,9 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 sys.path.append(str(Path(__file__).parents[1]))
 
 # Timings differ widely between machines, and a failure must come back on the next run.
-hypothesis.settings.register_profile("flashtune", deadline=None, derandomize=True)
+hypothesis.settings.register_profile(
+    "flashtune", deadline=None, derandomize=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
 hypothesis.settings.load_profile("flashtune")
 
 native = families.native
@@ -103,7 +105,9 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder for rendered kernels, shared by the tests of one process and by those that they start."""
-    folder = tmp_path_factory.mktemp("kernels")
+    # Hypothesis searches modules for constants, except in folders of this name. Kernels are many and long.
+    folder = tmp_path_factory.mktemp("kernels") / "tests"
+    folder.mkdir()
     os.environ["FLASHTUNE_CACHE_DIR"] = str(folder)
     return folder
 

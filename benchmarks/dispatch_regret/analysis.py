@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 
-from benchmarks.reports import names
 from flashtune.core.config import Config, Space
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Causal, Dtype, Problem
@@ -212,6 +211,18 @@ def dispatched(target: Target, problem: Problem, records: tuple[Record, ...]) ->
 @functools.lru_cache(maxsize=len(SHARES))
 def _tables(records: tuple[Record, ...]) -> Tables:
     return Tables({}, by_problem(records))
+
+
+def names(label: str, config: Config) -> bool:
+    """Returns whether a saved label names a config. Axes that the label lacks have their defaults."""
+    named = dict(word.split("=") for word in label.split())
+    if not named.keys() <= set(config.__struct_fields__):
+        return False
+    try:
+        return msgspec.convert(named, type(config), strict=False) == config
+    except msgspec.ValidationError:
+        # Values that the family has no longer.
+        return False
 
 
 def regret(point: Point, candidate: Candidate) -> float | None:

@@ -18,6 +18,8 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+import msgspec
+
 from benchmarks.dispatch_regret.analysis import (
     SHARES,
     Figures,
@@ -28,10 +30,9 @@ from benchmarks.dispatch_regret.analysis import (
     figures,
     regret,
 )
-from benchmarks.reports import write_report
-from benchmarks.saved import decoded
+from benchmarks.saved import decoded, write
+from benchmarks.tables import short_title
 from flashtune.core.errors import FlashtuneError, UsageError
-from flashtune.core.problem import Causal
 from flashtune.core.record import Record
 from flashtune.core.target import Target, device_target, find_target
 from flashtune.db.table import shipped_table
@@ -41,6 +42,7 @@ from flashtune.tuner.cli.output import table
 RESULTS = Path("benchmarks/results")
 FAMILY = "forward_hopper"
 WORST = 10
+HEADS = ("median", "95th percentile", "worst")
 SCRIPT = "benchmarks/dispatch_regret/regret.py"
 # Seeds of the saved runs that did not fit the rule, and the seed with all tables on the page.
 JUDGED_SEEDS, HELD_OUT = (2, 3, 4, 5, 6, 7), 7
@@ -79,9 +81,8 @@ def _by_seed(reports: Sequence[RegretReport], records: tuple[Record, ...]) -> It
     rows = []
     for name, points in groups:
         regrets = figures(points, records, 1.0, choose)
-        judged = (f"{share:.1%}" for share in (regrets.median, regrets.p95, regrets.worst))
-        rows.append((name, str(regrets.points), str(regrets.unknown), *judged))
-    yield from table(("seed", "shapes", "not timed", "median", "95th percentile", "worst"), rows)
+        rows.append((name, str(regrets.points), str(regrets.unknown), *_shares(regrets)))
+    yield from table(("seed", "shapes", "not timed", *HEADS), rows)
 
 
 def _options() -> argparse.Namespace:
@@ -109,7 +110,7 @@ def _measured(options: argparse.Namespace) -> RegretReport:
     problems = draw_problems(options.shapes, options.seed, (record.problem for record in records))
     tell = functools.partial(print, flush=True)
     report = measure_regret(report, problems, records, options.device, until, path, tell)
-    write_report(report, path)
+    write(path, msgspec.json.encode(report))
     return report
 
 
@@ -129,47 +130,46 @@ def _lines(report: RegretReport, records: tuple[Record, ...]) -> Iterator[str]:
         f"Triton {versions.triton}, seed {report.seed}):"
     )
     yield ""
-    yield "| anchors | median | 95th percentile | worst |"
-    yield "| --- | ---: | ---: | ---: |"
-    for share in SHARES:
-        yield _row(f"{share:.0%}", figures(report.points, records, share, choose))
-    yield ""
-    yield "With all anchors:"
-    yield ""
-    yield "| shapes | median | 95th percentile | worst |"
-    yield "| --- | ---: | ---: | ---: |"
-    for name, points in _groups(report.points):
-        yield _row(name, figures(points, records, 1.0, choose), shapes=True)
-    yield ""
-    yield f"The {WORST} worst:"
-    yield ""
-    yield "| shape | regret | chosen | best |"
-    yield "| --- | ---: | --- | --- |"
+    by_share = {share: figures(report.points, records, share, choose) for share in SHARES}
+    yield from table(
+        ("anchors", *HEADS),
+        (_row(f"{share:.0%} ({regrets.anchors})", regrets) for share, regrets in by_share.items()),
+    )
+    yield from ("", "With all anchors:", "")
+    by_group = {name: figures(points, records, 1.0, choose) for name, points in _groups(report.points)}
+    yield from table(
+        ("shapes", *HEADS),
+        (_row(f"{name} ({regrets.points})", regrets) for name, regrets in by_group.items()),
+    )
+    yield from ("", f"The {WORST} worst:", "")
     worst = sorted(
         ((regret(point, choose(point.problem, records)) or 0.0, point) for point in report.points),
         key=lambda pair: -pair[0],
     )
+    rows = []
     for value, point in worst[:WORST]:
         chosen, best = choose(point.problem, records), point.best
         label, alike = chosen.config.label(), chosen.family == best.family
         ours = f"{chosen.family} {_differs(label, best.config, alike)}"
         fastest = f"{best.family} {_differs(best.config, label, alike)}"
-        yield f"| {point.problem.key} | {value:.1%} | {ours} | {fastest} |"
+        rows.append((point.problem.key, f"{value:.1%}", ours, fastest))
+    yield from table(("shape", "regret", "chosen", "best"), rows)
 
 
-def _row(name: str, regrets: Figures, *, shapes: bool = False) -> str:
-    count = f" ({regrets.points})" if shapes else f" ({regrets.anchors})"
+def _row(name: str, regrets: Figures) -> tuple[str, ...]:
     unknown = f"; {regrets.unknown} not timed" if regrets.unknown else ""
-    return f"| {name}{count}{unknown} | {regrets.median:.1%} | {regrets.p95:.1%} | {regrets.worst:.1%} |"
+    return f"{name}{unknown}", *_shares(regrets)
+
+
+def _shares(regrets: Figures) -> Iterator[str]:
+    return (f"{share:.1%}" for share in (regrets.median, regrets.p95, regrets.worst))
 
 
 def _groups(points: Iterable[Point]) -> Iterator[tuple[str, list[Point]]]:
     """Parts of all points that may differ in kind."""
     groups: dict[str, list[Point]] = {}
     for point in points:
-        problem = point.problem
-        mask = "full" if problem.causal is Causal.NONE else "causal"
-        groups.setdefault(f"D{problem.head_dim} {mask}", []).append(point)
+        groups.setdefault(short_title(point.problem), []).append(point)
     for point in points:
         fast = point.best.ms < 0.1
         groups.setdefault("under 0.1 ms" if fast else "0.1 ms and longer", []).append(point)

@@ -17,7 +17,7 @@ from benchmarks.dispatch_regret.analysis import (
     finalists,
     thinned,
 )
-from benchmarks.reports import write_report
+from benchmarks.saved import write
 from flashtune.core.errors import KernelError
 from flashtune.core.kernel import Kernel, Specialization
 from flashtune.core.problem import Problem
@@ -79,11 +79,11 @@ def measure_regret(
             tell(f"time is up: {len(left) - number + 1} shapes were not measured")
             break
         candidates = tuple(
-            candidate for candidate in jobs[problem] if (_static(problem), candidate) not in broken
+            candidate for candidate in jobs[problem] if (problem.computation, candidate) not in broken
         )
         point = _measure(problem, candidates, chosen[problem], target, torch.device("cuda", device))
         report = msgspec.structs.replace(report, points=(*report.points, point))
-        write_report(report, path)
+        write(path, msgspec.json.encode(report))
         tell(f"{number}/{len(left)} {problem.key}: {len(point.timed)} configs, best {point.best.ms:.4f} ms")
     return report
 
@@ -99,7 +99,7 @@ def compile_all(jobs: Jobs, target: Target, tell: Told) -> frozenset[tuple[Probl
         The kernels that cannot run, by their problem without lengths.
     """
     distinct = dict.fromkeys(
-        (_static(problem), candidate) for problem, candidates in jobs.items() for candidate in candidates
+        (problem.computation, candidate) for problem, candidates in jobs.items() for candidate in candidates
     )
     started = time.monotonic()
     with CompilePool(available_cpus()) as pool:
@@ -111,14 +111,9 @@ def compile_all(jobs: Jobs, target: Target, tell: Told) -> frozenset[tuple[Probl
     return broken
 
 
-def _static(problem: Problem) -> Problem:
-    """The problem of a kernel's source, without lengths, heads and batch."""
-    return msgspec.structs.replace(problem, heads=1, kv_heads=1, batch=1, seqlen_q=1024, seqlen_kv=1024)
-
-
 @functools.cache
-def _kernel(static: Problem, candidate: Candidate) -> Kernel:
-    return render(find_family(candidate.family), static, candidate.config, TENSORS)
+def _kernel(computation: Problem, candidate: Candidate) -> Kernel:
+    return render(find_family(candidate.family), computation, candidate.config, TENSORS)
 
 
 @functools.cache
@@ -157,7 +152,7 @@ def _measure(
 
 
 def _run(problem: Problem, candidate: Candidate, target: Target, tensors: Tensors) -> Run:
-    kernel = _kernel(_static(problem), candidate)
+    kernel = _kernel(problem.computation, candidate)
     binary = _binary(kernel, target)
     arguments = (tensors.q, tensors.k, tensors.v, tensors.out)
     launch = bind(kernel, target, ForwardTensors(*arguments), tensors.side, compiled=binary)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from benchmarks.exhaustive.prediction import TABLES
 from benchmarks.exhaustive.truth_table import TruthTable, fastest, read_tables
-from flashtune.core.problem import Causal
+from benchmarks.tables import long_title
 from flashtune.tuner.cli.output import table
 
 SCRIPT = "benchmarks/exhaustive/axes.py"
@@ -40,7 +40,7 @@ def _lines(tables: Sequence[TruthTable]) -> Iterator[str]:
         for value in values:
             cells = (ratios.get(axis, {}).get(value) for ratios in worth)
             rows.append((f"`{axis}` {_text(value)}", *(f"{cell:.2f}" if cell else "–" for cell in cells)))
-    yield from table(("", *map(_title, tables)), rows)
+    yield from table(("", *(long_title(truth.problem) for truth in tables)), rows)
 
 
 def _worth(truth: TruthTable) -> dict[str, dict[Value, float]]:
@@ -53,13 +53,6 @@ def _worth(truth: TruthTable) -> dict[str, dict[Value, float]]:
                 of_axis = ratios.setdefault(axis, {})
                 of_axis[value] = min(of_axis.get(value, ms / best), ms / best)
     return ratios
-
-
-def _title(truth: TruthTable) -> str:
-    problem = truth.problem
-    mask = "full" if problem.causal is Causal.NONE else "causal"
-    grouped = f", {problem.heads} heads on {problem.kv_heads}" if problem.group_size > 1 else ""
-    return f"D{problem.head_dim} {mask} S={problem.seqlen_kv}{grouped}"
 
 
 def _order(value: Value) -> tuple[int, str]:

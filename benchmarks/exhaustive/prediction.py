@@ -19,10 +19,11 @@ from numpy.typing import NDArray
 from benchmarks.exhaustive.fitting import NOTHING, fit_tables
 from benchmarks.exhaustive.truth_table import TruthTable, read_tables
 from benchmarks.saved import ROOT
+from benchmarks.tables import long_title
 from flashtune.core.errors import FlashtuneError
-from flashtune.core.problem import Causal
 from flashtune.core.target import find_target
 from flashtune.templates.registry import find_family
+from flashtune.tuner.cli.output import table
 from flashtune.tuner.perf_model.prediction import FILE, Calibration, expected_ms
 
 TABLES = ROOT / "tests/data/truth"
@@ -109,17 +110,20 @@ def _ranks(values: Floats) -> Floats:
 
 
 def _lines(judged: Sequence[Judged]) -> Iterator[str]:
-    yield "| family | problem | configs | uncorrected | corrected | place of the best | best of ten |"
-    yield "| --- | --- | ---: | ---: | ---: | ---: | ---: |"
-    for entry in sorted(judged, key=lambda entry: (entry.table.family, entry.table.problem.head_dim)):
-        problem = entry.table.problem
-        mask = "full" if problem.causal is Causal.NONE else "causal"
-        heads = f", {problem.heads} heads on {problem.kv_heads}" if problem.group_size > 1 else ""
-        yield (
-            f"| {entry.table.family} | D{problem.head_dim} {mask} S={problem.seqlen_kv}{heads} "
-            f"| {len(entry.table.rows)} | {entry.plain:.2f} | {entry.corrected:.2f} "
-            f"| {entry.rank} | {entry.top:.3f} |"
+    heads = ("problem", "family", "configs", "uncorrected", "corrected", "place of the best", "best of ten")
+    rows = (
+        (
+            long_title(entry.table.problem),
+            entry.table.family,
+            str(len(entry.table.rows)),
+            f"{entry.plain:.2f}",
+            f"{entry.corrected:.2f}",
+            str(entry.rank),
+            f"{entry.top:.3f}",
         )
+        for entry in sorted(judged, key=lambda entry: (entry.table.family, entry.table.problem.head_dim))
+    )
+    yield from table(heads, rows)
     middle = statistics.median(entry.corrected for entry in judged)
     before = statistics.median(entry.plain for entry in judged)
     tens = sum(entry.rank <= TOP for entry in judged)

@@ -6,15 +6,14 @@ from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import msgspec
 
 from benchmarks.exhaustive.jobs import Batch, Described, describe_candidate, measure_batch
-from benchmarks.exhaustive.rows import Ready, row_of, sampled
-from benchmarks.exhaustive.truth_table import Row, TruthTable, draw, rounded, write_table
+from benchmarks.exhaustive.truth_table import Row, Sampled, TruthTable, draw, rounded, values_of, write_table
 from flashtune.core.problem import Problem
-from flashtune.core.record import Measurement, Outcome
+from flashtune.core.record import Measurement, Outcome, Resources
 from flashtune.core.target import Target
 from flashtune.dispatch.versions import current_versions
 from flashtune.tuner.candidates import Candidate, SearchTask, contiguous_specialization, open_spaces
@@ -32,6 +31,14 @@ FINALISTS = 40
 FINALS_WITHIN = 1.12
 # How often what is there so far is written, in seconds.
 WRITE_EVERY = 15.0
+MAX_MESSAGE = 100
+
+
+class Ready(NamedTuple):
+    """A candidate, and the result of its compilation."""
+
+    candidate: Candidate
+    described: Described
 
 
 class Workers:
@@ -172,6 +179,32 @@ class TableRun:
         final = {row.values: sampled(measurement) for row, measurement in zip(best, measured, strict=True)}
         rows = tuple(msgspec.structs.replace(row, final=final.get(row.values)) for row in table.rows)
         return msgspec.structs.replace(table, rows=rows, peers=measured[0].peers)
+
+
+def row_of(ready: Ready, evaluation: Evaluation | None, batch: int) -> Row:
+    """The outcome of a candidate; `evaluation` is None if it did not compile or does not fit."""
+    compiled = ready.described.compiled
+    return Row(
+        values=values_of(ready.candidate.config),
+        outcome=evaluation.outcome if evaluation else compiled.outcome,
+        message=(evaluation.message if evaluation else compiled.message)[:MAX_MESSAGE],
+        resources=_brief(compiled.resources),
+        loop=ready.described.loop,
+        batch=batch,
+        first=sampled(evaluation.measurement) if evaluation and evaluation.measurement else None,
+    )
+
+
+def sampled(measurement: Measurement) -> Sampled:
+    """A measurement as a row keeps it."""
+    ms, p20, p80 = map(rounded, (measurement.ms, measurement.p20, measurement.p80))
+    return Sampled(ms, p20, p80, measurement.samples)
+
+
+def _brief(resources: Resources | None) -> Resources | None:
+    if resources is None:
+        return None
+    return msgspec.structs.replace(resources, compile_seconds=round(resources.compile_seconds, 3))
 
 
 class Drawing(msgspec.Struct, frozen=True):

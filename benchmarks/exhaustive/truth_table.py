@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.exhaustive.inner_loop import Loop
+from benchmarks.saved import write
 from flashtune.core.config import AxisValue, Config
 from flashtune.core.errors import TableError
 from flashtune.core.problem import Problem
@@ -39,7 +40,7 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
     """The result of one config."""
 
     values: tuple[int | bool | str, ...]  # The config's fields, in the table's order.
-    outcome: Outcome  # The outcome.
+    outcome: Outcome
     message: ShortText = ""  # The reason if it is not `ok`.
     resources: Resources | None = None  # The compiler's report, if it compiled.
     loop: Loop | None = None  # The inner loop of its machine code, if it was found.
@@ -51,7 +52,7 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
 class TruthTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Results of one family's configs for one problem on one GPU."""
 
-    problem: Problem  # The problem.
+    problem: Problem
     target: ShortText  # The GPU.
     family: ShortText  # The configs' family.
     versions: Versions  # Versions of the measurement.
@@ -118,12 +119,7 @@ def draw(scope: SearchTask, count: int | None, seed: int) -> tuple[int, tuple[Ca
     """Returns the number of candidates that fit by the SRAM model, and these in a uniform order.
 
     The order is that of a seeded hash of the config alone. Draws for several problems thus hold the same
-    configs wherever their spaces do.
-
-    Args:
-        scope: The search task.
-        count: Maximum number of candidates, None for all.
-        seed: Seed of the hash.
+    configs wherever their spaces do. At most `count` are returned, or all if it is None.
     """
     fitting = [candidate for candidate in scope.candidates() if not demand(scope, candidate).excess]
     ordered = sorted(fitting, key=functools.partial(_ticket, seed))
@@ -150,11 +146,7 @@ def rounded(milliseconds: float) -> float:
 
 def write_table(table: TruthTable, path: Path) -> None:
     """Writes a table atomically."""
-    packed = lzma.compress(msgspec.json.encode(table), preset=9)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f"{path.name}.draft")
-    draft.write_bytes(packed)
-    draft.replace(path)
+    write(path, lzma.compress(msgspec.json.encode(table), preset=9))
 
 
 def read_table(path: Path) -> TruthTable:

@@ -223,13 +223,11 @@ def install(folder: Path, version: int) -> None:
         cache = ModuleType("flash_attn.cute.cache_utils")
         cache.__dict__["JITCache"] = JITCache
         sys.modules[cache.__name__] = cache
-        sys.modules["flash_attn.cute.testing"] = loaded(
-            "flash_attn.cute.testing", folder / "flash_attn/cute/testing.py"
-        )
+        module_of("flash_attn.cute.testing", folder / "flash_attn/cute/testing.py")
 
 
-def loaded(name: str, path: Path) -> ModuleType:
-    """Returns the module of a file."""
+def module_of(name: str, path: Path) -> ModuleType:
+    """Returns the module of a file, which other modules can import by its name."""
     if not path.exists():
         raise UsageError(f"{path} is missing: fetch it from Dao-AILab/flash-attention")
     spec = importlib.util.spec_from_file_location(name, path)
@@ -244,17 +242,9 @@ def loaded(name: str, path: Path) -> ModuleType:
 def run(folder: Path, version: int, sample: Sample, options: Sequence[str] = ()) -> int:
     """Runs the tests of a version. Returns pytest's exit code."""
     files = [str(folder / name) for name in FILES[version]]
-    own = [
-        "--import-mode=importlib",
-        "--noconftest",
-        "-p",
-        "no:cacheprovider",
-        "-q",
-        "--no-header",
-        "--tb=no",
-    ]
-    places = ["-c", "/dev/null", "--rootdir", str(folder)]
-    return int(pytest.main([*files, *own, *places, *options], plugins=[sample]))
+    own = ["--import-mode=importlib", "--noconftest", "-p", "no:cacheprovider", "-q", "--no-header"]
+    own += ["--tb=no", "-c", "/dev/null", "--rootdir", str(folder)]
+    return int(pytest.main([*files, *own, *options], plugins=[sample]))
 
 
 def main() -> None:

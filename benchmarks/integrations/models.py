@@ -11,9 +11,9 @@ of the rounds. It takes about three minutes on an NVIDIA H200.
 
 import argparse
 import contextlib
+import functools
 import itertools
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -30,11 +30,28 @@ from flashtune.integrations.host_library import host_library
 
 # The vocabulary of Llama 3.2 1B has 128,256 tokens.
 VOCABULARY = 2048
-LAYERS = 16
 ROUNDS = 6
 # Runs that prepare the tuned records, the kernels, and their launches.
 WARM_UPS = 3
 PROMPT, NEW_TOKENS, FEW_TOKENS = 2048, 128, 32
+# Random weights may choose any token, also one that ends the text.
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "attention_dropout": 0.0,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+}
+LLAMA = COMMON | {
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": True,
+}
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -65,73 +82,66 @@ def main() -> None:
     )
     options = parser.parse_args()
     transformers = host_library("transformers", *flashtune.integrations.transformers.NEEDED)
-    models = (
-        llama(transformers, "sdpa"),
-        llama(transformers, flashtune.integrations.transformers.register()),
-    )
+    ours = flashtune.integrations.transformers.register()
+    names = ("LlamaForCausalLM", "LlamaConfig")
+    models = [model_of(transformers, names, LLAMA, attention) for attention in ("sdpa", ours)]
     rows = []
     for name, runs in workloads(*models).items():
         if options.only and not any(text in name for text in options.only):
             continue
         rows.append(measured(name, runs, options.rounds, transformers.__version__))
         medians = (statistics.median(times) for times in (rows[-1].sdpa_ms, rows[-1].flashtune_ms))
-        sys.stdout.write("{:<36}{:9.2f} ms{:9.2f} ms{:9.3f}\n".format(name, *medians, rows[-1].speedup))
-        sys.stdout.flush()
+        print("{:<36}{:9.2f} ms{:9.2f} ms{:9.3f}".format(name, *medians, rows[-1].speedup), flush=True)
     if options.save:
-        options.save.parent.mkdir(parents=True, exist_ok=True)
         save(options.save, rows)
 
 
-def llama(transformers: Any, attention: str) -> Any:
-    """Returns the model in bf16 on the GPU, with one of transformers' attention functions."""
+def model_of(transformers: Any, names: tuple[str, str], options: dict[str, Any], attention: str) -> Any:
+    """Returns a model in bf16 on the GPU, with one of transformers' attention functions.
+
+    Args:
+        transformers: The library.
+        names: The classes of the model and of its config.
+        options: Those of the config.
+        attention: The name of the attention function.
+    """
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=64,
-        max_position_embeddings=32768,
-        tie_word_embeddings=True,
-        attn_implementation=attention,
-        # Random weights may choose any token, also one that ends the text.
-        eos_token_id=None,
-        pad_token_id=0,
-        bos_token_id=1,
-    )
+    model, config = (getattr(transformers, name) for name in names)
     with torch.device("cuda"):
-        return transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+        return model(config(**options, attn_implementation=attention)).to(torch.bfloat16)
+
+
+def tokens(batch: int, length: int) -> torch.Tensor:
+    """Returns random tokens, the same for the same length."""
+    generator = torch.Generator("cuda").manual_seed(length)
+    return torch.randint(2, VOCABULARY, (batch, length), generator=generator, device="cuda")
+
+
+def passes(model: Any, *sizes: tuple[int, int]) -> dict[str, Callable[[], None]]:
+    """Returns the prefill and a step of training of a model, by name, for each batch and length."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+
+    def prefill(ids: torch.Tensor) -> None:
+        with torch.no_grad():
+            if model.config.is_encoder_decoder:
+                model(ids, decoder_input_ids=ids, use_cache=False)
+            else:
+                model(ids, use_cache=False, logits_to_keep=1)
+
+    def train(ids: torch.Tensor) -> None:
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return {
+        f"{run.__name__} {batch} x {length}": functools.partial(run, tokens(batch, length))
+        for run in (prefill, train)
+        for batch, length in sizes
+    }
 
 
 def workloads(model: Any, registered: Any) -> dict[str, Runs]:
     """Returns the functions to measure, by name, for models with `sdpa` and with flashtune's attention."""
-
-    def tokens(batch: int, length: int) -> torch.Tensor:
-        generator = torch.Generator("cuda").manual_seed(length)
-        return torch.randint(2, VOCABULARY, (batch, length), generator=generator, device="cuda")
-
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-
-    def prefill(batch: int, length: int) -> Callable[[], None]:
-        ids = tokens(batch, length)
-
-        def run() -> None:
-            with torch.no_grad():
-                model(ids, use_cache=False, logits_to_keep=1)
-
-        return run
-
-    def train(batch: int, length: int) -> Callable[[], None]:
-        ids = tokens(batch, length)
-
-        def run() -> None:
-            model(ids, labels=ids, use_cache=False).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-
-        return run
 
     def generate(model: Any, count: int, step: int = 0, **options: Any) -> Callable[[], None]:
         """Generates `count` tokens. Each prompt is longer than the last one by `step`."""
@@ -152,10 +162,7 @@ def workloads(model: Any, registered: Any) -> dict[str, Runs]:
 
     long, short = f"generate 8 x {PROMPT}+{NEW_TOKENS}", f"generate 8 x {PROMPT}+{FEW_TOKENS}"
     return {
-        "prefill 1 x 16384": activated(prefill(1, 16384)),
-        "prefill 8 x 2048": activated(prefill(8, 2048)),
-        "train 1 x 16384": activated(train(1, 16384)),
-        "train 8 x 2048": activated(train(8, 2048)),
+        **{name: activated(run) for name, run in passes(model, (1, 16384), (8, 2048)).items()},
         long: activated(generate(model, NEW_TOKENS)),
         f"{long}, registered": both(count=NEW_TOKENS),
         # The cuDNN backend builds a graph for each length that it has not seen.

@@ -9,7 +9,7 @@ import msgspec
 
 from benchmarks.integrations import models, transformers_models
 from benchmarks.integrations.torch_sdpa_suite import Report
-from benchmarks.saved import RESULTS, Saved, Source, load
+from benchmarks.saved import RESULTS, Saved, Source, load, run_of
 from flashtune.tuner.cli.output import table
 
 SCRIPT = "benchmarks/integrations/report.py"
@@ -110,7 +110,7 @@ def _saved(path: Path, kind: type[Rows]) -> Saved[Rows] | None:
 
 
 def _heading(source: Source, more: str = "") -> Iterator[str]:
-    yield f"On an {source.gpu} (torch {source.torch}, Triton {source.triton}{more}):"
+    yield f"{run_of(source, more)}:"
     yield ""
 
 

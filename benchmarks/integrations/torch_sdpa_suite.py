@@ -16,7 +16,6 @@ import ast
 import contextlib
 import functools
 import hashlib
-import importlib.util
 import json
 import os
 import random
@@ -37,6 +36,7 @@ from unittest import mock
 import msgspec
 import torch
 
+from benchmarks.integrations.flash_attn_suite import module_of
 from benchmarks.saved import save
 from flashtune.core.errors import KernelError, UsageError
 from flashtune.dispatch import decision
@@ -145,7 +145,6 @@ def main() -> None:
     report = summary(outcomes, options, time.monotonic() - start)
     show(report)
     if options.save:
-        options.save.parent.mkdir(parents=True, exist_ok=True)
         save(options.save, report)
 
 
@@ -181,13 +180,7 @@ def loaded(file: Path, device: str) -> ModuleType:
     os.environ |= {"PYTORCH_TESTING_DEVICE_ONLY_FOR": device, "PYTORCH_PRINT_REPRO_ON_FAILURE": "0"}
     # Torch's test modules read the command line.
     sys.argv = sys.argv[:1]
-    spec = importlib.util.spec_from_file_location(file.stem, file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[file.stem] = module
-    spec.loader.exec_module(module)
-    return module
+    return module_of(file.stem, file)
 
 
 def cases(module: ModuleType, file: Path, part: str = "") -> list[Case]:

@@ -12,7 +12,6 @@ prepared. Each figure is the median of the rounds. The compiler of `flex_attenti
 import argparse
 import gc
 import statistics
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ import torch
 
 import flashtune.integrations
 import flashtune.integrations.transformers
-from benchmarks.integrations.models import VOCABULARY, WARM_UPS, elapsed
+from benchmarks.integrations.models import COMMON, VOCABULARY, WARM_UPS, elapsed, model_of, passes
 from benchmarks.saved import save
 from flashtune.integrations.host_library import host_library
 
@@ -30,21 +29,13 @@ ROUNDS = 9
 # Runs of each of transformers' implementations, of which the fastest counts.
 TRIALS = 3
 IMPLEMENTATIONS = ("sdpa", "eager", "flex_attention")
-COMMON: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": 16384,
-    "attention_dropout": 0.0,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-}
 # The classes of models and configs, the options, and the batch and length of both workloads.
-MODELS: dict[str, tuple[str, str, dict[str, Any], tuple[int, int]]] = {
+MODELS: dict[str, tuple[tuple[str, str], dict[str, Any], tuple[int, int]]] = {
     "Gemma 3": (
-        "Gemma3ForCausalLM",
-        "Gemma3TextConfig",
+        ("Gemma3ForCausalLM", "Gemma3TextConfig"),
         COMMON
         | {
+            "max_position_embeddings": 16384,
             "hidden_size": 2560,
             "intermediate_size": 10240,
             "num_hidden_layers": 6,
@@ -58,10 +49,10 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], tuple[int, int]]] = {
         (1, 8192),
     ),
     "gpt-oss": (
-        "GptOssForCausalLM",
-        "GptOssConfig",
+        ("GptOssForCausalLM", "GptOssConfig"),
         COMMON
         | {
+            "max_position_embeddings": 16384,
             "hidden_size": 2880,
             "intermediate_size": 2880,
             "num_hidden_layers": 4,
@@ -76,8 +67,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], tuple[int, int]]] = {
         (1, 4096),
     ),
     "T5": (
-        "T5ForConditionalGeneration",
-        "T5Config",
+        ("T5ForConditionalGeneration", "T5Config"),
         {
             "vocab_size": VOCABULARY,
             "d_model": 1024,
@@ -120,52 +110,19 @@ def main() -> None:
     ours = flashtune.integrations.transformers.register()
     rows = []
     for name in options.models:
-        model = model_of(transformers, name)
-        for workload, run in workloads(model, *MODELS[name][3]).items():
+        classes, configured, size = MODELS[name]
+        model = model_of(transformers, classes, configured, "eager").eval()
+        for workload, run in passes(model, size).items():
             row = measured(f"{name}, {workload}", model, run, ours, options, transformers.__version__)
             rows.append(row)
             medians = (statistics.median(times) for times in (row.usual_ms, row.flashtune_ms))
-            text = "{:<28}{:<16}{:9.2f} ms{:9.2f} ms{:9.3f}\n"
-            sys.stdout.write(text.format(row.workload, row.usual, *medians, row.speedup))
-            sys.stdout.flush()
+            text = "{:<28}{:<16}{:9.2f} ms{:9.2f} ms{:9.3f}"
+            print(text.format(row.workload, row.usual, *medians, row.speedup), flush=True)
             if options.save:
-                options.save.parent.mkdir(parents=True, exist_ok=True)
                 save(options.save, rows)
         del model, run
         gc.collect()
         torch.cuda.empty_cache()
-
-
-def model_of(transformers: Any, name: str) -> Any:
-    """Returns a model in bf16 on the GPU."""
-    torch.manual_seed(0)
-    model, config, options, _ = MODELS[name]
-    with torch.device("cuda"):
-        made = getattr(transformers, model)(
-            getattr(transformers, config)(**options, attn_implementation="eager")
-        )
-    return made.to(torch.bfloat16).eval()
-
-
-def workloads(model: Any, batch: int, length: int) -> dict[str, Callable[[], None]]:
-    """Returns the functions to measure, by name."""
-    generator = torch.Generator("cuda").manual_seed(length)
-    ids = torch.randint(2, VOCABULARY, (batch, length), generator=generator, device="cuda")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-
-    def prefill() -> None:
-        with torch.no_grad():
-            if model.config.is_encoder_decoder:
-                model(ids, decoder_input_ids=ids, use_cache=False)
-            else:
-                model(ids, use_cache=False, logits_to_keep=1)
-
-    def train() -> None:
-        model(ids, labels=ids, use_cache=False).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    return {f"prefill {batch} x {length}": prefill, f"train {batch} x {length}": train}
 
 
 def use(model: Any, implementation: str) -> None:

@@ -28,8 +28,6 @@ from flashtune.tuner.execution.timing import measure_interleaved
 TOKENS, WIDTH = 16_384, 2048
 ROUNDS = 21
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-
 
 class Row(msgspec.Struct, frozen=True):
     """One shape."""
@@ -85,24 +83,17 @@ def measure(head_dim: int, causal: bool, seqlen: int, dropout: float) -> Row:
     runs = [
         functools.partial(step, attend, inputs, dout)
         for share in (dropout, 0.0)
-        for attend in (ours(share, causal), theirs(share, causal))
+        for attend in (
+            functools.partial(flashtune.attention, causal=causal, dropout_p=share, prefer="generated"),
+            functools.partial(scaled_dot_product_attention, is_causal=causal, dropout_p=share),
+        )
     ]
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         times = [measurement.ms for measurement in measure_interleaved(runs, device, rounds=ROUNDS)]
     return Row(shape_text(head_dim, causal, seqlen), times[0], times[1], times[0] / times[1], *times[2:])
 
 
-def ours(dropout: float, causal: bool) -> Attend:
-    """flashtune, by generated kernels."""
-    return functools.partial(flashtune.attention, causal=causal, dropout_p=dropout, prefer="generated")
-
-
-def theirs(dropout: float, causal: bool) -> Attend:
-    """SDPA, by the backend that is enabled."""
-    return functools.partial(scaled_dot_product_attention, is_causal=causal, dropout_p=dropout)
-
-
-def step(attend: Attend, inputs: tuple[Tensor, ...], dout: Tensor) -> None:
+def step(attend: Callable[..., Tensor], inputs: tuple[Tensor, ...], dout: Tensor) -> None:
     """One pass forward and one back."""
     torch.autograd.grad(attend(*inputs), inputs, dout)
 

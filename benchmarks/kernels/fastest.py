@@ -19,7 +19,6 @@ was not reached, or is below 0.98 with any mask.
 import argparse
 import functools
 import math
-import random
 import statistics
 import sys
 import time
@@ -29,10 +28,11 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.saved import RESULTS, load, save
+from benchmarks.dispatch_regret.analysis import dispatched, draw_problems
+from benchmarks.saved import RESULTS, load, run_of, save
 from flashtune.core.errors import FlashtuneError, UsageError
 from flashtune.core.mask_sharing import MaskSharing, distinct_ways, narrowed
-from flashtune.core.problem import Bias, Causal, Dtype, Feature, Problem
+from flashtune.core.problem import Bias, Feature, Problem
 from flashtune.core.record import Record
 from flashtune.core.target import Target, device_target
 from flashtune.dispatch.tables import tuned_records
@@ -52,11 +52,6 @@ BY_MASK = frozenset({Feature.BIAS, Feature.WINDOW, Feature.CHUNK})
 # A mask of its own for each head, sequence and row.
 OWN = "own"
 TUNED, MASKS, UNTUNED = "tuned", "shared masks", "untuned"
-# Of random shapes.
-HEAD_DIMS = (40, 64, 72, 80, 96, 128, 160, 192, 256)
-HEADS = (4, 8, 12, 16, 32)
-GROUPS = (1, 1, 2, 4, 8)
-MAX_FLOPS = 3e11
 
 Times = dict[str, float]
 Timer = Callable[[], tuple[float, Times]]
@@ -125,35 +120,12 @@ def cases(records: Iterable[Record], untuned: int, seed: int) -> list[Case]:
     chosen = [Case(TUNED, problem) for problem in masked]
     chosen += [Case(TUNED, problem) for problem in sorted(plain, key=lambda problem: problem.flops())]
     chosen += [Case(MASKS, problem, way) for problem in masked for way in distinct_ways(problem)]
-    return chosen + [Case(UNTUNED, problem) for problem in drawn(untuned, seed, tuned)]
+    return chosen + [Case(UNTUNED, problem) for problem in draw_problems(untuned, seed, tuned)]
 
 
 def _by_sdpa(problem: Problem) -> bool:
     forward = not problem.is_backward and not problem.dtype.is_quantized
     return forward and problem.features <= BY_MASK
-
-
-def drawn(count: int, seed: int, tuned: Iterable[Problem]) -> Iterator[Problem]:
-    """Random plain shapes that no table holds; the same seed gives the same."""
-    chance = random.Random(seed)  # noqa: S311 - shapes, no secrets
-    taken = {problem.key for problem in tuned}
-    while count > 0:
-        heads, seqlen = chance.choice(HEADS), round(2 ** chance.uniform(6.3, 13.2))
-        problem = Problem(
-            dtype=Dtype.BF16,
-            head_dim=(head_dim := chance.choice(HEAD_DIMS)),
-            value_head_dim=head_dim,
-            heads=heads,
-            kv_heads=max(1, heads // chance.choice(GROUPS)),
-            batch=round(2 ** chance.uniform(0, 4)),
-            seqlen_q=seqlen,
-            seqlen_kv=seqlen,
-            causal=chance.choice((Causal.NONE, Causal.BOTTOM_RIGHT)),
-        )
-        if problem.key not in taken and problem.nominal_flops() <= MAX_FLOPS:
-            taken.add(problem.key)
-            count -= 1
-            yield problem
 
 
 def _measured(options: argparse.Namespace) -> Report:
@@ -193,7 +165,6 @@ def _records(target: Target) -> tuple[Record, ...]:
 
 def _compile(listed: Sequence[Case], target: Target, records: tuple[Record, ...]) -> None:
     """Leaves the generated kernels in Triton's cache, compiled on all cores: a first call compiles alone."""
-    from benchmarks.dispatch_regret.analysis import dispatched
     from benchmarks.dispatch_regret.timing import Jobs, compile_all
 
     jobs: Jobs = {case.problem: (dispatched(target, case.problem, records),) for case in listed}
@@ -357,8 +328,7 @@ def _group(name: str, rows: Sequence[Row]) -> tuple[str, ...]:
 def texts() -> dict[str, str]:
     """The table of the saved run, by name: a row for each group."""
     saved = load(SAVED, Report)
-    heading = f"On an {saved.source.gpu} (torch {saved.source.torch}, Triton {saved.source.triton}):"
-    return {"fastest": "\n".join([heading, "", *summary(saved.rows)])}
+    return {"fastest": "\n".join([f"{run_of(saved.source)}:", "", *summary(saved.rows)])}
 
 
 def line(row: Row) -> str:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import flashtune
-from benchmarks.saved import RESULTS, Source, load, save, this_run
+from benchmarks.saved import RESULTS, Source, load, run_of, save, this_run
 from flashtune.core.features.records import ExtraInputs
 from flashtune.core.problem import Dtype
 from flashtune.request.quantization import E4M3, LARGEST, given_scales, quantize
@@ -159,10 +159,7 @@ def texts() -> dict[str, str]:
 
 
 def _lines(source: Source, rows: Sequence[Row]) -> Iterator[str]:
-    yield (
-        f"On an {source.gpu} (torch {source.torch}, Triton {source.triton}), "
-        f"{QUERY_HEADS} query and {KV_HEADS} KV heads:"
-    )
+    yield f"{run_of(source)}, {QUERY_HEADS} query and {KV_HEADS} KV heads:"
     yield ""
     cells = (
         (

@@ -17,7 +17,7 @@ import msgspec
 import torch
 
 from benchmarks.dispatch_regret.analysis import dispatched
-from benchmarks.saved import RESULTS, Source, load, save, this_run
+from benchmarks.saved import RESULTS, Source, load, run_of, save, this_run
 from flashtune.core.errors import FlashtuneError, UsageError
 from flashtune.core.problem import Problem
 from flashtune.core.record import Record
@@ -104,7 +104,7 @@ def texts() -> dict[str, str]:
 
 
 def _lines(source: Source, rows: Sequence[Row]) -> Iterator[str]:
-    yield f"On an {source.gpu} (torch {source.torch}, Triton {source.triton}):"
+    yield f"{run_of(source)}:"
     yield ""
     cells = ((row.problem, row.family, f"{row.ms:.4f}", f"{row.over_first:.2f}") for row in rows)
     yield from table(("shape", "family", "ms", "over the first of its group"), cells)

@@ -8,7 +8,6 @@ to cuDNN's in its own run. If cuDNN has no row, the reference is a copy of devic
 
 import statistics
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import msgspec
 
@@ -41,12 +40,9 @@ class Comparison(msgspec.Struct, frozen=True):
 def texts() -> dict[str, str]:
     """The table of the saved runs, by name."""
     source = sources()[str(SAVED[0].relative_to(ROOT))]
-    return {"tritons": f"On an {source.gpu} (torch {source.torch}):\n\n{_text(SAVED)}"}
-
-
-def _text(paths: Sequence[Path]) -> str:
-    first, *others = [read_report(content(path), path.name) for path in paths]
-    return "\n".join(lines(first, others))
+    first, *others = [read_report(content(path), path.name) for path in SAVED]
+    heading = f"On an {source.gpu} (torch {source.torch}):"
+    return {"tritons": "\n".join((heading, "", *lines(first, others)))}
 
 
 def lines(first: BenchRun, others: Sequence[BenchRun]) -> Iterator[str]:

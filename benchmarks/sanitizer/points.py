@@ -66,10 +66,7 @@ ASKED: dict[Feature, tuple[dict[str, Any], ...]] = {
         {"window_left": 128, "window_right": 17},
         {"window_right": 64},
     ),
-    Feature.SINK_TOKENS: (
-        {"window_left": 100, "sink_tokens": 5},
-        {"chunk": 200, "sink_tokens": 64},
-    ),
+    Feature.SINK_TOKENS: ({"window_left": 100, "sink_tokens": 5}, {"chunk": 200, "sink_tokens": 64}),
     Feature.CHUNK: ({"chunk": 50}, {"chunk": 256}),
     Feature.PREFIX: ({"prefix": True},),
     Feature.BLOCK_MASK: (
@@ -128,10 +125,7 @@ class Subject(msgspec.Struct, frozen=True):
 def subjects(target: Target, samples: int, seed: int) -> tuple[Subject, ...]:
     """Returns shipped kernels and drawn ones, each once, with families in turn.
 
-    Args:
-        target: The GPU.
-        samples: Drawn points of each family; some of them do not compile.
-        seed: Of the draw.
+    `samples` points of each family are drawn with a seed. Some of them do not compile.
     """
     groups: dict[tuple[bool, str], list[Subject]] = {}
     seen: set[str] = set()
@@ -211,10 +205,7 @@ def _problem(family: Family, chance: random.Random) -> Problem | None:
 def cases_of(subject: Subject, target: Target, *, busy: bool) -> tuple[Case, ...]:
     """Returns one or two problems of a kernel's verification.
 
-    Args:
-        subject: The kernel.
-        target: The GPU.
-        busy: Whether to fill the GPU more than once, so that persistent programs take several tiles.
+    With `busy`, they fill the GPU more than once, so that persistent programs take several tiles.
     """
     family = find_family(subject.candidate.family)
     own = gradient_cases if subject.problem.is_backward else forward_cases

@@ -4,6 +4,8 @@ from collections.abc import Iterator
 
 import msgspec
 
+from flashtune.tuner.cli.output import table
+
 MAX_REPORTS = 10
 OUTCOMES = ("clean", "errors", "warnings", "failed", "refused")
 
@@ -11,12 +13,11 @@ OUTCOMES = ("clean", "errors", "warnings", "failed", "refused")
 class Finding(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The finding of one tool for one kernel."""
 
-    tool: str  # The tool.
-    # digest, family, label, shipped: The kernel, and whether it ships.
+    tool: str
     digest: str
     family: str
     label: str
-    shipped: bool
+    shipped: bool  # Whether the kernel is in a shipped table.
     errors: int = 0  # Number of errors, and of hazards that the tool counts as errors.
     warnings: int = 0  # Number of hazards of a lower level.
     failed: str = ""  # Why there is no result, or empty.
@@ -53,11 +54,8 @@ def report_lines(report: SanitizerReport) -> Iterator[str]:
     """Yields the lines of the report in Markdown: the table, families left out, and the first findings."""
     yield f"On an {report.target}, Triton {report.triton}, compute-sanitizer {report.sanitizer}:"
     yield ""
-    yield (
-        "| tool | family | kernels | shipped ones | nothing found | errors in | warnings in | no verdict "
-        "| did not compile | not run |"
-    )
-    yield "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"
+    heads = ("nothing found", "errors in", "warnings in", "no verdict", "did not compile", "not run")
+    rows = []
     for row in report.listed:
         outcomes = [
             finding.outcome
@@ -65,7 +63,8 @@ def report_lines(report: SanitizerReport) -> Iterator[str]:
             if (finding.tool, finding.family) == (row.tool, row.family)
         ]
         counts = (row.kernels, row.shipped, *map(outcomes.count, OUTCOMES), row.kernels - len(outcomes))
-        yield f"| {row.tool} | {row.family} | {' | '.join(map(str, counts))} |"
+        rows.append((row.tool, row.family, *map(str, counts)))
+    yield from table(("tool", "family", "kernels", "shipped ones", *heads), rows)
     yield ""
     for row in report.listed:
         if row.left_out:

@@ -57,8 +57,4 @@ def by_tpe(context: SearchContext) -> Strategy:
     return Sampled(context.scope, Study(context.scope, tpe_sampler(context.seed)))
 
 
-POLICIES: dict[str, Policy] = {
-    "random": at_random,
-    "tpe": by_tpe,
-    "default": default_policy,
-}
+POLICIES: dict[str, Policy] = {"random": at_random, "tpe": by_tpe, "default": default_policy}

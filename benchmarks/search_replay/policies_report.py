@@ -6,7 +6,6 @@
 import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 
 import msgspec
 
@@ -15,6 +14,7 @@ from benchmarks.charts import Axis, Panel, Style
 from benchmarks.saved import RESULTS, decoded
 from benchmarks.search_replay.replays import JUDGED_SHARE
 from flashtune.core.errors import TableError
+from flashtune.tuner.cli.output import table
 
 SCRIPT = "benchmarks/search_replay/policies_report.py"
 SAVED = tuple(RESULTS / f"nvidia-h200-policies{part}.json.gz" for part in ("", "-samplers"))
@@ -59,20 +59,20 @@ class Summary(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 Curve = Callable[[Summary], Sequence[tuple[float, float]]]
 
 
-def texts(paths: Iterable[Path]) -> dict[str, str]:
-    """The text of each place in the page, by name."""
-    return {"policies": "\n".join(_lines(summaries(paths)))}
+def texts() -> dict[str, str]:
+    """Returns the table by its name."""
+    return {"policies": "\n".join(_lines(summaries()))}
 
 
-def pictures(paths: Iterable[Path]) -> dict[str, str]:
-    """The SVG files, by name."""
-    replays = whole(summaries(paths))
+def pictures() -> dict[str, str]:
+    """Returns the SVG files by name."""
+    replays = whole(summaries())
     return {name: picture(replays, title, curve) for name, (title, curve) in CURVES.items()}
 
 
-def summaries(paths: Iterable[Path]) -> list[Summary]:
-    """The compared policies of some files."""
-    return [summary for path in paths for summary in decoded(path, list[Summary])]
+def summaries() -> list[Summary]:
+    """Returns the compared policies of the saved files."""
+    return [summary for path in SAVED for summary in decoded(path, list[Summary])]
 
 
 def whole(replays: Iterable[Summary]) -> list[Summary]:
@@ -104,10 +104,6 @@ def mean_trials(summary: Summary) -> float:
     return statistics.mean(trials or len(summary.median) for trials in summary.trials)
 
 
-def _head(policies: Sequence[str]) -> tuple[str, str]:
-    return f"| problem | {' | '.join(policies)} |", f"| --- |{' ---: |' * len(policies)}"
-
-
 def _lines(everything: Sequence[Summary]) -> Iterator[str]:
     seeds = len(everything[0].judged)
     replays = whole(everything)
@@ -117,22 +113,25 @@ def _lines(everything: Sequence[Summary]) -> Iterator[str]:
     ):
         yield f"Share of the true best {when}, median of {seeds} seeds (worst seed):"
         yield ""
-        yield from (*_head(policies_of(several)), *_shares(several, judged))
+        yield from table(("problem", *policies_of(several)), _shares(several, judged))
         yield ""
     policies, problems = policies_of(replays), problems_of(replays)
     yield f"Trials until the answer reaches {NEAR} of the true best, mean of {seeds} seeds:"
     yield ""
-    yield from _head(policies)
-    for problem in problems:
-        cells = (_trials(summary_of(replays, policy, problem)) for policy in policies)
-        yield f"| {_title(*problem)} | {' | '.join(cells)} |"
+    rows = [
+        (_title(*problem), *(_trials(summary_of(replays, policy, problem)) for policy in policies))
+        for problem in problems
+    ]
     ratios = (f"**{_over_random(replays, policy, problems):.2f}**" for policy in policies)
-    yield f"| **over random, geometric mean** | {' | '.join(ratios)} |"
+    rows.append(("**over random, geometric mean**", *ratios))
+    yield from table(("problem", *policies), rows)
     yield ""
     yield "`>`: some seeds did not reach it. They count with all their trials, so the mean is a lower bound."
 
 
-def _shares(replays: Sequence[Summary], judged: Callable[[Summary], tuple[float, float]]) -> Iterator[str]:
+def _shares(
+    replays: Sequence[Summary], judged: Callable[[Summary], tuple[float, float]]
+) -> Iterator[tuple[str, ...]]:
     """A row for each problem, and two for all of them: median and worst, of medians and of worst seeds."""
     policies = policies_of(replays)
     shares: dict[str, list[tuple[float, float]]] = {policy: [] for policy in policies}
@@ -141,10 +140,10 @@ def _shares(replays: Sequence[Summary], judged: Callable[[Summary], tuple[float,
         for policy in policies:
             shares[policy].append(judged(summary_of(replays, policy, problem)))
             cells.append("{:.3f} ({:.3f})".format(*shares[policy][-1]))
-        yield f"| {_title(*problem)} | {' | '.join(cells)} |"
+        yield _title(*problem), *cells
     for name, of in (("median", statistics.median), ("worst", min)):
         both = (tuple(map(of, zip(*shares[policy], strict=True))) for policy in policies)
-        yield f"| **{name}** | {' | '.join(f'**{median:.3f}** ({worst:.3f})' for median, worst in both)} |"
+        yield f"**{name}**", *(f"**{median:.3f}** ({worst:.3f})" for median, worst in both)
 
 
 def _after_trials(summary: Summary) -> tuple[float, float]:

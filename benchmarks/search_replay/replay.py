@@ -19,7 +19,7 @@ from benchmarks.exhaustive.truth_table import TruthTable
 from flashtune.core.config import Config, Space
 from flashtune.core.errors import TableError
 from flashtune.core.record import ERROR_OF_MEDIAN, Measurement, Outcome, Provenance, Verdict
-from flashtune.core.target import Target, find_target
+from flashtune.core.target import find_target
 from flashtune.templates.registry import find_family
 from flashtune.tuner.candidates import Candidate, FamilySpace, SearchTask, contiguous_specialization
 from flashtune.tuner.execution.backend import SearchWorkers
@@ -91,7 +91,7 @@ class Servers:
 class SimulatedTrial(msgspec.Struct, frozen=True):
     """A simulated trial."""
 
-    candidate: Candidate  # The candidate.
+    candidate: Candidate
     seconds: float  # Simulated seconds from the start to the result.
     seen_ms: float | None  # The time that the search received; None if the candidate failed.
     true_ms: float | None  # The best estimate of its time.
@@ -186,7 +186,7 @@ def _digest(candidate: Candidate) -> str:
 
 def replay_space(table: TruthTable) -> Space:
     """The family's space for the table's problem, restricted to the configs of the table."""
-    family, target = find_family(table.family), target_of(table)
+    family, target = find_family(table.family), find_target(table.target)
     configs: frozenset[Config] = frozenset(table.candidate(row).config for row in table.rows)
     space = family.space(table.problem, target)
     if strange := sum(not space.contains(config) for config in configs):
@@ -200,23 +200,14 @@ def replay_space(table: TruthTable) -> Space:
 def replay_scope(table: TruthTable) -> SearchTask:
     """Where a replayed search looks."""
     spaces = (FamilySpace(find_family(table.family), replay_space(table)),)
-    return SearchTask(table.problem, target_of(table), contiguous_specialization(table.problem), spaces)
-
-
-def target_of(table: TruthTable) -> Target:
-    """The facts of the table's GPU."""
-    return find_target(table.target)
+    specialization = contiguous_specialization(table.problem)
+    return SearchTask(table.problem, find_target(table.target), specialization, spaces)
 
 
 def best_after(tried: Sequence[SimulatedTrial], finalists: int) -> list[float]:
-    """The result of a search after each trial: the best true time among the measured finalists.
+    """Returns the result of a search after each trial: the best true time among the measured finalists.
 
-    Args:
-        tried: The trials, in order.
-        finalists: The number of finalists.
-
-    Returns:
-        The true time after each trial, in ms; infinite while no candidate is valid.
+    It is in ms, and infinite while no candidate is valid.
     """
     answers: list[float] = []
     leading: list[tuple[float, float]] = []

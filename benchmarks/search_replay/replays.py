@@ -12,7 +12,7 @@ import numpy as np
 from benchmarks.exhaustive.fitting import fit_tables
 from benchmarks.exhaustive.truth_table import TruthTable, fastest
 from benchmarks.search_replay.baselines import POLICIES
-from benchmarks.search_replay.replay import Replay, best_after, replay_scope, target_of
+from benchmarks.search_replay.replay import Replay, best_after, replay_scope
 from flashtune.db.store import open_store
 from flashtune.db.table import shipped_table
 from flashtune.tuner.candidates import Candidate, FamilySpace
@@ -70,7 +70,7 @@ def replayed(table: TruthTable, experience: WarmStart, policy: str, seed: int, e
     replay = Replay(table, JOBS, seed)
     request = SearchRequest(
         problem=table.problem,
-        target=target_of(table),
+        target=scope.target,
         device=0,
         budget=Budget(math.ceil(JUDGED_SHARE * len(table.rows)), None, None),
         seed=seed,

@@ -68,7 +68,7 @@ class Row(msgspec.Struct, frozen=True):
 class Document(msgspec.Struct, frozen=True):
     """Measurements, their GPU and versions."""
 
-    gpu: str  # The GPU.
+    gpu: str
     versions: Versions  # Of the software.
     problem: str  # Key of the backward problem at the first length.
     rows: tuple[Row, ...]  # One for each length.
@@ -171,11 +171,7 @@ def ways(problem: Problem) -> dict[str, Attend]:
         with sdpa_kernel(BACKENDS[name]):
             return scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
 
-    return {
-        OURS: ours,
-        **{name: functools.partial(by_backend, name) for name in BACKENDS},
-        UNFUSED: standard,
-    }
+    return {OURS: ours, **{name: functools.partial(by_backend, name) for name in BACKENDS}, UNFUSED: standard}
 
 
 def step(attend: Attend, problem: Problem, device: torch.device) -> None:

@@ -5,25 +5,21 @@
 """
 
 from collections.abc import Iterator
-from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 
 from benchmarks.kernels import dropout
-from benchmarks.saved import decoded
+from benchmarks.saved import RESULTS, decoded
+from benchmarks.tables import short_title
 from benchmarks.training import memory as training_memory
 from benchmarks.training.charts import losses_picture, memory_picture
 from benchmarks.training.memory import GIB, OURS, Peak
 from examples.training import report as example
-from flashtune.core.problem import Causal
 from flashtune.tuner.cli.output import table
 from flashtune.tuner.workloads.shapes import parse_shape
 
 SCRIPT = "benchmarks/training/report.py"
 MIB = 2**20
-
-Read = TypeVar("Read")
 
 
 class Step(msgspec.Struct, frozen=True):
@@ -44,41 +40,33 @@ class Steps(msgspec.Struct, frozen=True):
     rows: tuple[Step, ...]
 
 
-class Measured(msgspec.Struct, frozen=True):
-    """All measurements of the report."""
-
-    memory: training_memory.Document
-    training: example.Document
-    dropout: tuple[dropout.Row, ...]
-    steps: Steps
+def saved_memory() -> training_memory.Document:
+    """Returns the saved measurement of memory."""
+    return decoded(RESULTS / "nvidia-h200-training-memory.json.gz", training_memory.Document)
 
 
-def measured(folder: Path) -> Measured:
-    """Reads the results of a folder."""
-    return Measured(
-        decoded(folder / "nvidia-h200-training-memory.json.gz", training_memory.Document),
-        decoded(folder / "nvidia-h200-training.json.gz", example.Document),
-        decoded(folder / "nvidia-h200-dropout.json.gz", tuple[dropout.Row, ...]),
-        decoded(folder / "nvidia-h200-training-step.json.gz", Steps),
-    )
+def saved_example() -> example.Document:
+    """Returns the saved run of the example."""
+    return decoded(RESULTS / "nvidia-h200-training.json.gz", example.Document)
 
 
-def tables(results: Measured) -> dict[str, str]:
-    """The text of each place in the page, by name."""
-    return {
-        "memory": "\n".join(_memory(results.memory)),
-        "example": "\n".join(_example(results.training)),
-        "dropout": "\n".join(_dropout(results.dropout)),
-        "host": "\n".join(_host(results.steps)),
+def texts() -> dict[str, str]:
+    """Returns the tables by name."""
+    dropped = decoded(RESULTS / "nvidia-h200-dropout.json.gz", tuple[dropout.Row, ...])
+    steps = decoded(RESULTS / "nvidia-h200-training-step.json.gz", Steps)
+    lines = {
+        "memory": _memory(saved_memory()),
+        "example": _example(saved_example()),
+        "dropout": _dropout(dropped),
+        "host": _host(steps),
     }
+    return {name: "\n".join(each) for name, each in lines.items()}
 
 
-def pictures(results: Measured) -> dict[str, str]:
-    """The SVG files, by name."""
-    return {
-        "training-memory": memory_picture(results.memory),
-        "training-losses": losses_picture(results.training),
-    }
+def pictures() -> dict[str, str]:
+    """Returns the SVG files by name."""
+    memory, losses = memory_picture(saved_memory()), losses_picture(saved_example())
+    return {"training-memory": memory, "training-losses": losses}
 
 
 def _memory(document: training_memory.Document) -> Iterator[str]:
@@ -184,5 +172,4 @@ def _host(steps: Steps) -> Iterator[str]:
 
 def _title(shape: str) -> str:
     problem = parse_shape(shape)[0]
-    mask = "full" if problem.causal is Causal.NONE else "causal"
-    return f"D{problem.head_dim} {mask}, S={problem.seqlen_kv}"
+    return f"{short_title(problem)}, S={problem.seqlen_kv}"

@@ -38,13 +38,7 @@ def main() -> None:
     model = Transformer(shape, dtype, device)
     pages = options.pages or (24 if on_gpu else 4)
     cache = flashtune.PagedKVCache(
-        pages,
-        PAGE_SIZE,
-        shape.kv_heads,
-        shape.head_dim,
-        layers=shape.layers,
-        dtype=dtype,
-        device=device,
+        pages, PAGE_SIZE, shape.kv_heads, shape.head_dim, layers=shape.layers, dtype=dtype, device=device
     )
     requests = drawn(options.requests or (24 if on_gpu else 6), shape.vocabulary, long=on_gpu)
     server = Server(model, cache)

@@ -14,7 +14,6 @@ from flashtune.core.record import PeerTime, Selection, VerificationStatus
 from flashtune.dispatch.bound_request import BoundRequest, KernelKey
 from flashtune.dispatch.decision import Backend, Decision, baseline, choose
 from flashtune.dispatch.lookup import nearest_selection, proven_by
-from flashtune.launch.kernel_cache import kernel_of
 from flashtune.request.call import (
     Call,
     DenseOptions,
@@ -173,7 +172,7 @@ def _of_kernel(key: KernelKey, decision: Decision, request: Request) -> Explanat
     problem, specialization = key.problem, key.specialization
     assert decision.selection is not None
     assert decision.target is not None
-    kernel = kernel_of(decision.selection.record, specialization)
+    kernel = SESSION.loader.kernel_of(decision.selection.record, specialization, decision.target)
     checks = SESSION.loader.checks
     is_proven = proven_by(decision.selection, kernel.digest) or checks.known_verdict(kernel, decision.target)
     tuned = nearest_selection(decision.selection)

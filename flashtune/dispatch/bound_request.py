@@ -15,7 +15,7 @@ from flashtune.core.problem import Problem
 from flashtune.core.target import Target
 from flashtune.dispatch.masked_sdpa import sharing_of
 from flashtune.dispatch.platform import PLATFORM, Platform
-from flashtune.dispatch.sdpa import copy_ms, default_backend
+from flashtune.dispatch.sdpa import copies_ms, copy_ms, default_backend, seen_keys
 from flashtune.dispatch.tables import Tables
 from flashtune.launch.compilation import interpreting
 from flashtune.launch.tensors import BackwardTensors, ForwardTensors
@@ -45,7 +45,7 @@ class KernelKey(NamedTuple):
 
 
 class BoundRequest:
-    """A request and its tensors. Facts are computed at first use and kept.
+    """A request and its tensors. Facts are computed at first use and kept, except for SDPA's backend.
 
     It lives as long as a call is prepared. Executors must not refer to it, because they would keep the
     tensors alive.
@@ -107,10 +107,23 @@ class BoundRequest:
         bias = self.side.bias
         return None if bias is None else sharing_of(self.request.problem, bias)
 
+    @functools.cached_property
+    def sdpa_views(self) -> Tensors:
+        """The views that SDPA gets."""
+        q, k, v = self.views
+        problem = self.request.problem
+        return self.views if problem.features else (q, *seen_keys(q, k, v, problem.causal))
+
     @property
     def sdpa_backend(self) -> str | None:
         """The backend that SDPA selects now, or None if it is not known or has no name in records."""
-        return default_backend(*self.views, self.request.problem, self.side.bias, self.platform.sdpa_backend)
+        causal, select = self.request.problem.causal, self.platform.sdpa_backend
+        return default_backend(*self.sdpa_views, causal, self.side.bias, select)
+
+    @property
+    def sdpa_copies_ms(self) -> float:
+        """The time of the copies of unaligned tensors that SDPA gets, in ms."""
+        return copies_ms(self.sdpa_views, self.target)
 
     @functools.cached_property
     def copied(self) -> tuple[bool, bool, bool]:

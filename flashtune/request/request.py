@@ -33,7 +33,7 @@ class Request(msgspec.Struct, frozen=True):
 
     # The problem. With varlen sequences and pages, its numbers of tokens are rounded up.
     problem: Problem
-    device: torch.device  # The device of the tensors.
+    device: torch.device
     layout: Layout  # The order of the dimensions of q and the output.
     return_lse: bool  # Whether to return the log-sum-exp.
     prefer: Prefer  # Whether SDPA may serve.

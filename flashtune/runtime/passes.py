@@ -23,7 +23,7 @@ class Pass(NamedTuple, Generic[Usable]):
     """One pass of a request, with the functions that make its executors."""
 
     loader: KernelLoader
-    key: KernelKey  # Of its kernel.
+    key: KernelKey
     # Returns the executor of a kernel, bound to the strides of the call.
     bind: Callable[[LoadedKernel], Usable]
     # Returns the executor of a decision for Triton's interpreter.

@@ -16,7 +16,7 @@ from flashtune.core.problem import Problem
 from flashtune.core.record import Selection
 from flashtune.core.target import Target
 from flashtune.dispatch.bound_request import BoundRequest, KernelKey
-from flashtune.dispatch.decision import Backend, Decision, baseline, choose
+from flashtune.dispatch.decision import Backend, Decision, baseline, check_supported, choose
 from flashtune.dispatch.lookup import default_selections, nearest_selection
 from flashtune.dispatch.masked_sdpa import sdpa_allowed
 from flashtune.dispatch.nearest import is_far
@@ -176,6 +176,7 @@ def prepare_alone(bound: BoundRequest, loader: KernelLoader) -> BackwardExecutor
     """Returns the executor of a backward operator. Its forward pass has run, so a baseline cannot serve."""
     request = bound.request
     if request.is_empty or request.is_double:
+        check_supported(bound)
         return recomputed(request)
     pass_ = backward_pass(bound, loader)
     executor = pass_.known()

@@ -120,11 +120,7 @@ def _symbol(
     """Returns a symbol's section, value and size; the name replaces the section of external symbols."""
     name_at, _, _, number, value, size = struct.unpack_from("<IBBHQQ", table, 24 * index)
     inside = 0 < number < len(sections)
-    return (
-        sections[number].name.replace(entry, "*") if inside else _string(names, name_at),
-        value,
-        size,
-    )
+    return (sections[number].name.replace(entry, "*") if inside else _string(names, name_at), value, size)
 
 
 def _amd_notes(content: bytes) -> Iterator[object]:

@@ -18,15 +18,7 @@ from flashtune.templates.rendering import render
 from flashtune.tuner.tables.admission import digest_of, facts_of
 from flashtune.tuner.tables.table_files import write_file
 from flashtune.tuner.tables.table_receipts import sibling
-from scripts.restamp.restamp import (
-    EarlierSources,
-    Fate,
-    Progress,
-    Restamped,
-    differences,
-    quiet,
-    restamp,
-)
+from scripts.restamp.restamp import EarlierSources, Fate, Progress, Restamped, differences, quiet, restamp
 
 
 def successors(

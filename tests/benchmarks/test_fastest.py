@@ -13,7 +13,6 @@ from benchmarks.kernels.fastest import (
     Report,
     Row,
     cases,
-    drawn,
     faults,
     judged,
     summary,
@@ -86,14 +85,6 @@ def test_masks_come_first_with_every_distinct_sharing() -> None:
     assert len([case for case in listed if case.group == UNTUNED]) == 2
     alone = msgspec.structs.replace(record, problem=a_problem(batch=1))
     assert [case.mask for case in cases((alone,), 0, 0)] == ["own", "heads", "heads and rows"]
-
-
-def test_random_shapes_are_reproducible_and_untuned() -> None:
-    first, other = list(drawn(30, 1, ())), list(drawn(30, 1, ()))
-    assert first == other
-    assert len({problem.key for problem in first}) == 30
-    assert first[0] not in list(drawn(30, 1, first[:1]))
-    assert {problem.head_dim for problem in first} & {40, 72, 80, 96}
 
 
 def timer(*ratios: float) -> fastest.Timer:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.host.first_use_cases import CASES
+from benchmarks.host.first_use import CASES
 from flashtune.core.kernel import Alignment
 from flashtune.core.problem import Direction
 from flashtune.core.target import find_target

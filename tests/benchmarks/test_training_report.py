@@ -2,14 +2,13 @@
 
 from msgspec.structs import replace
 
-from benchmarks.saved import RESULTS
-from benchmarks.training import report as training_report
 from benchmarks.training.charts import memory_picture
 from benchmarks.training.memory import UNFUSED
+from benchmarks.training.report import saved_memory
 
 
 def test_backend_that_never_fits_has_no_line() -> None:
-    document = training_report.measured(RESULTS).memory
+    document = saved_memory()
     rows = tuple(
         replace(
             row,

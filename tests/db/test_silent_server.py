@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from flashtune.core.errors import StoreError
+from flashtune.db.light import remote
 from flashtune.db.light.reader import Reader, open_reader
 from flashtune.db.server import Watch
 from flashtune.db.store import open_store
@@ -36,6 +37,7 @@ def test_reader_gives_up_after_a_second_and_does_not_try_again(silent: str) -> N
     assert another is not None
     assert 0.9 < seconds_until_given_up(reader) < 4
     assert seconds_until_given_up(another) < 0.5
+    assert [error.__traceback__ for error in remote._failed.values()] == [None]
 
 
 @pytest.mark.slow

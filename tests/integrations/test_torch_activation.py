@@ -258,7 +258,7 @@ def test_a_kernel_outlives_its_removal(originals: Originals, monkeypatch: pytest
         return override
 
     monkeypatch.setattr(integration, "forward_override", remembered)
-    monkeypatch.setattr(integration, "_removed", deque(maxlen=4))
+    monkeypatch.setattr(SESSION, "removed_kernels", deque(maxlen=4))
     with integration.activate():
         first = [*made]
     gc.collect()

@@ -14,9 +14,11 @@ from flashtune.core.kernel import Kernel
 from flashtune.core.notices import FlashtuneWarning
 from flashtune.dispatch.decision import Decision
 from flashtune.launch import binding
+from flashtune.request.call import dense_call
 from flashtune.runtime import backward_executors, prepare
 from flashtune.runtime.passes import Pass
 from flashtune.runtime.prepare import prepared
+from flashtune.runtime.torch_ops import call_operator
 from tests.interpreter.autograd_calls import (
     HEADS,
     KV_HEADS,
@@ -33,15 +35,23 @@ from tests.interpreter.autograd_calls import (
 pytestmark = pytest.mark.usefixtures("fresh_runtime")
 
 
-def test_gradient_of_lse_is_included() -> None:
+def attend_by_operator(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+    return call_operator(dense_call(q, k, v, **options))
+
+
+@pytest.mark.parametrize("way", ["eager", "operator", "aot_eager"])
+def test_gradient_of_lse_is_included(way: str) -> None:
+    call: Callable[..., Any] = attend_by_operator if way == "operator" else flashtune.attention
+    if way == "aot_eager":
+        call = torch.compile(call, backend=way, fullgraph=True)
     q, k, v = tensors()
-    out, lse = flashtune.attention(q, k, v, causal=True, return_lse=True, prefer="generated")
+    out, lse = call(q, k, v, causal=True, return_lse=True, prefer="generated")
     weights = torch.randn(lse.shape)
     gradients = torch.autograd.grad(out.square().sum() + (lse * weights).sum(), (q, k, v))
     wide = [tensor.detach().double().requires_grad_() for tensor in (q, k, v)]
     out, lse = definition(*wide)
     close(gradients, torch.autograd.grad(out.square().sum() + (lse * weights).sum(), wide))
-    lse = flashtune.attention(q, k, v, causal=True, return_lse=True, prefer="generated")[1]
+    lse = call(q, k, v, causal=True, return_lse=True, prefer="generated")[1]
     alone = torch.autograd.grad((lse * weights).sum(), (q, k))
     close(alone, torch.autograd.grad((definition(*wide)[1] * weights).sum(), wide[:2]))
 

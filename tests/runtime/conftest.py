@@ -133,4 +133,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     # Tests use float32, and SDPA would serve without timed kernels.
     monkeypatch.setattr(decision, "is_untrusted", lambda *_: fake.is_untrusted)
     with using(fake, fake, fake.compiler):
-        yield fake
+        try:
+            yield fake
+        finally:
+            fake.compiler.release.set()  # or the worker would wait for it after a failure

@@ -189,7 +189,7 @@ def test_kernels_are_reused_and_problems_are_supported() -> None:
 @pytest.mark.parametrize("seed", range(12))
 def test_random_cases_are_prepared_correctly(seed: int) -> None:
     chance = random.Random(seed)
-    subject = chance.choice([one for one in SUBJECTS if one.problem.head_dim < 256])
+    subject = chance.choice([subject for subject in SUBJECTS if subject.problem.head_dim < 256])
     case = random_case(chance, subject.problem, subject.config)
     while case.problem.batch * case.problem.heads * case.problem.seqlen_q * case.problem.seqlen_kv > 2**19:
         case = random_case(chance, subject.problem, subject.config)

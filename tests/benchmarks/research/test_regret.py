@@ -41,6 +41,13 @@ def problems(records: tuple[Record, ...]) -> tuple[Problem, ...]:
     return draw_problems(60, 3, (record.problem for record in records))
 
 
+def test_drawn_problems_are_reproducible_and_untuned(problems: tuple[Problem, ...]) -> None:
+    assert len({problem.key for problem in problems}) == 60
+    assert draw_problems(30, 1, ()) == draw_problems(30, 1, ())
+    first = draw_problems(1, 1, ())[0]
+    assert first not in draw_problems(30, 1, (first,))
+
+
 def test_thinned_tables_are_nested_and_keep_every_kind(records: tuple[Record, ...]) -> None:
     whole, half, quarter = (thinned(records, share) for share in SHARES)
     assert set(map(id, whole)) == set(map(id, records))

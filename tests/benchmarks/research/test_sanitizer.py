@@ -14,14 +14,13 @@ import msgspec
 import pytest
 import torch
 
-from benchmarks.reports import write_report
 from benchmarks.sanitizer import points as kernel_points
 from benchmarks.sanitizer import runner
 from benchmarks.sanitizer.launch import launch_once
 from benchmarks.sanitizer.points import Subject, cases_of, subjects
 from benchmarks.sanitizer.report import Finding, Listed, SanitizerReport, report_lines
 from benchmarks.sanitizer.runner import MEMCHECK, RACECHECK, Examination, examine, read_log
-from benchmarks.saved import decoded
+from benchmarks.saved import decoded, write
 from flashtune.core.record import Outcome
 from flashtune.core.target import device_target, find_target
 from flashtune.db.table import shipped_table
@@ -181,7 +180,7 @@ def test_report_lists_kernels_that_were_not_run(tmp_path: Path) -> None:
     )
     report = SanitizerReport("nvidia-h200", OLD, "3.6.0", (finding, refused), rows)
     path = tmp_path / "report.json.gz"
-    write_report(report, path)
+    write(path, msgspec.json.encode(report))
     assert decoded(path, SanitizerReport) == report
     lines = list(report_lines(report))
     assert "| memcheck | forward_hopper | 5 | 2 | 0 | 1 | 0 | 0 | 1 | 3 |" in lines

@@ -589,6 +589,24 @@ def test_transforms_do_what_they_do_with_torch(served: Served, kind: str) -> Non
         assert result == want
 
 
+def test_deterministic_mode_repeats_gradients(served: Served) -> None:
+    inputs = tensors(requires_grad=True)
+    dout = torch.randn_like(inputs[0])
+
+    def call() -> tuple[Tensor, ...]:
+        return both_passes(lambda: sdpa(*inputs, is_causal=True, enable_gqa=True), inputs, dout)
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        want = prepared(call)
+        served.clear()
+        for _ in range(5):
+            assert all(torch.equal(result, expected) for result, expected in zip(call(), want, strict=True))
+        assert served.passes == {"forward": 5, "backward": 5}
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_autocast_and_checkpoints(served: Served) -> None:
     from torch.utils.checkpoint import checkpoint
 

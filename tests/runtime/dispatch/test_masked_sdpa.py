@@ -19,7 +19,8 @@ from flashtune.core.notices import FlashtuneWarning
 from flashtune.core.problem import Bias, Causal, Dtype, Problem
 from flashtune.core.record import Record
 from flashtune.dispatch import masked_sdpa
-from flashtune.dispatch.masked_sdpa import MaskTrials, additive_mask, chosen_backend, masked_attention
+from flashtune.dispatch.masked_sdpa import MaskTrials, additive_mask, masked_attention
+from flashtune.dispatch.sdpa import chosen_backend
 from flashtune.request.call import dense_call
 from flashtune.request.read_call import read_call
 from flashtune.tuner.tables import hub_dispatcher

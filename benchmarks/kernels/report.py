@@ -1,27 +1,37 @@
-"""Tables of the times in shipped tables, which searches measured together with SDPA's backends.
+"""Tables of shipped times, of random problems against the reference, and of audits of the SRAM models.
+
+Searches measured the shipped times together with SDPA's backends:
 
     flashtune search --shapes-file benchmarks/kernels/plain_shapes.txt --seconds 6
     flashtune search --shapes-file benchmarks/kernels/feature_shapes.txt --seconds 4
     flashtune search --shapes-file benchmarks/kernels/masked_shapes.txt --seconds 4
 
-`python -m benchmarks.documents --write` puts the tables into the pages.
+`tests.gpu.random.random_problems` and `random_gradients` compare random problems. `flashtune sram-audit`
+writes audits. `python -m benchmarks.documents --write` puts the tables into the pages.
 """
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from benchmarks.saved import RESULTS, Saved, decoded, load, run_of
+from benchmarks.tables import short_title
 from flashtune.core.errors import TableError
-from flashtune.core.problem import Causal, Direction, Problem
+from flashtune.core.problem import Problem
 from flashtune.core.record import Record
 from flashtune.db.table import shipped_table
 from flashtune.tuner.bench.grids import grid_problems
 from flashtune.tuner.bench.peer_runs import CUDNN
+from flashtune.tuner.cli.commands.sram_audit import markdown_parts
 from flashtune.tuner.cli.output import table
 from flashtune.tuner.cli.report.bench_terminal import lengths_of, title_of
+from flashtune.tuner.sram_audit.audit import Audit
 from flashtune.tuner.tables.listing import best_sdpa_ms, tflops
 from flashtune.tuner.workloads.shapes_file import read_shapes_file
+from tests.gpu.random.random_checks import Summary
 
-SCRIPT = "benchmarks/kernels/shipped_report.py"
+SCRIPT = "benchmarks/kernels/report.py"
+AUDIT, H100_AUDIT = RESULTS / "sram-audit.json.gz", RESULTS / "h100-sram-audit.json.gz"
+RANDOM = ("random-problems", "random-gradients")
 PLAIN = "nvidia-h100"
 FEATURES = "nvidia-h200"
 # Files of shapes, and the names of their tables.
@@ -31,6 +41,49 @@ SHAPES = {"feature_shapes.txt": "shipped-features", "masked_shapes.txt": "shippe
 
 def texts() -> dict[str, str]:
     """Returns the tables by name."""
+    return {**shipped_texts(), **random_texts(), **audit_texts(AUDIT)}
+
+
+def audit_texts(path: Path) -> dict[str, str]:
+    """Returns the tables of an audit: the sums, each GPU that misses the bar, and the rows."""
+    audit = decoded(path, Audit)
+    missed = [f"- {failure}" for failure in (*audit.failures(), *audit.unjudged())] or ["- none"]
+    *sums, rows = markdown_parts(audit)
+    missing = "\n".join(missed)
+    return {
+        "sram-audit": "\n\n".join((*sums, "GPUs that miss the bar, or cannot be judged:", missing)),
+        "sram-audit-rows": rows,
+        "sram-audit-h100": "\n\n".join(markdown_parts(decoded(H100_AUDIT, Audit))[:2]),
+    }
+
+
+def random_texts() -> dict[str, str]:
+    """Returns the tables of random problems."""
+    paths = {name: sorted(RESULTS.glob(f"*-{name}.json.gz")) for name in RANDOM}
+    return {
+        name: "\n\n".join("\n".join(_random(load(path, Summary))) for path in saved)
+        for name, saved in paths.items()
+    }
+
+
+def _random(saved: Saved[Summary]) -> Iterator[str]:
+    """Yields a sentence for all problems, and a line for each family."""
+    summary = saved.rows
+    yield (
+        f"{run_of(saved.source)}: {summary.problems} problems of {summary.kernels} kernels, "
+        f"{len(summary.wrong)} wrong; {len(summary.refused)} kernels refused by their self-check, "
+        f"{len(summary.unfit)} did not compile or did not fit."
+    )
+    yield ""
+    rows = (
+        (f"`{family}`", str(count), f"{summary.worst_by_family[family]:.2f}")
+        for family, count in sorted(summary.by_family.items())
+    )
+    yield from table(("family", "problems", "largest error over the allowed one"), rows)
+
+
+def shipped_texts() -> dict[str, str]:
+    """Returns the tables of shipped times."""
     by_name = {PLAIN: "\n".join(_grids(PLAIN, _selected(PLAIN))), f"{PLAIN}-lacks": _lacking(PLAIN)}
     for file, name in SHAPES.items():
         problems = read_shapes_file(Path(__file__).with_name(file))
@@ -101,8 +154,7 @@ def _grids(target: str, selected: dict[Problem, Record]) -> Iterator[str]:
 
 
 def _title(problem: Problem) -> str:
-    mask = "full" if problem.causal is Causal.NONE else "causal"
-    return f"D{problem.head_dim} {mask}" + (", gradients" if problem.direction is Direction.BACKWARD else "")
+    return short_title(problem) + (", gradients" if problem.is_backward else "")
 
 
 def _cell(record: Record) -> str:
