@@ -1,7 +1,7 @@
 """Fixtures of several folders of the tuner's tests."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from unittest import mock
 
 import pytest
@@ -11,7 +11,6 @@ from torch.nn.attention import SDPBackend
 from flashtune.core.record import Verdict
 from flashtune.tuner.execution import sdpa
 from flashtune.tuner.verify import record_checks, verify_jobs
-from tests.support.fakes import install
 from tests.support.jobs import FakePool
 
 INTERPRETED = Verdict(passed=True, worst_ratio=0.5, checks=9, failed="", device="interpreter")
@@ -28,41 +27,27 @@ def quick_jobs(monkeypatch: pytest.MonkeyPatch) -> FakePool:
 
 
 class GpuMemory:
-    """The answers of `torch.cuda` about the memory of a GPU that is not there.
-
-    Attributes:
-        free: Free bytes.
-        reserved: Bytes that this process keeps for later tensors.
-        at_release: Called when the process gives them back.
-    """
+    """The memory of a GPU: free bytes, bytes kept for later tensors, and a call that gives these back."""
 
     def __init__(self) -> None:
         self.free: float = 2**30
         self.reserved = 0
-        self.at_release: Callable[[], None] = lambda: None
-
-    def mem_get_info(self, device: object = None) -> tuple[float, float]:
-        return self.free, self.free
-
-    def memory_reserved(self, device: object = None) -> int:
-        return self.reserved
-
-    def empty_cache(self) -> None:
-        self.at_release()
-
-    def synchronize(self, device: object = None) -> None:
-        pass
-
-    def device(self, device: object) -> contextlib.nullcontext[None]:
-        return contextlib.nullcontext()
+        self.release = mock.Mock()
 
 
 @pytest.fixture
-def gpu_memory(monkeypatch: pytest.MonkeyPatch) -> GpuMemory:
-    """A GPU of 1 GiB. Tensors are on the CPU."""
+def gpu_memory() -> Iterator[GpuMemory]:
+    """A GPU of 1 GiB for `torch.cuda`. Tensors are on the CPU."""
     memory = GpuMemory()
-    install(monkeypatch, memory, torch.cuda)
-    return memory
+    with mock.patch.multiple(
+        torch.cuda,
+        mem_get_info=lambda device: (memory.free, memory.free),
+        memory_reserved=lambda device: memory.reserved,
+        empty_cache=memory.release,
+        synchronize=lambda *_: None,
+        device=lambda device: contextlib.nullcontext(),
+    ):
+        yield memory
 
 
 @pytest.fixture

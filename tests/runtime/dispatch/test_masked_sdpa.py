@@ -4,6 +4,7 @@ import itertools
 import runpy
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
@@ -24,7 +25,6 @@ from flashtune.request.call import dense_call
 from flashtune.request.read_call import read_call
 from flashtune.tuner.tables import hub_dispatcher
 from tests.support.attention_operators import by_definition
-from tests.support.fakes import install
 from tests.support.machine import Machine, tuned
 
 Make = Callable[..., Record]
@@ -256,20 +256,11 @@ def test_untuned_masks_are_served_by_estimated_times(
     assert launches == ([] if backend == "sdpa" else [told.selection.record.family])
 
 
-class Sdpa:
-    """SDPA as masks are computed with it; `attend` is another one."""
-
-    def __init__(self) -> None:
-        self.attend: Callable[..., Tensor] = scaled_dot_product_attention
-
-    def scaled_dot_product_attention(self, *inputs: Any, **options: Any) -> Tensor:
-        return self.attend(*inputs, **options)
-
-
 @pytest.fixture
-def sdpa(monkeypatch: pytest.MonkeyPatch) -> Sdpa:
-    fake = Sdpa()
-    install(monkeypatch, fake, masked_sdpa)
+def sdpa(monkeypatch: pytest.MonkeyPatch) -> mock.Mock:
+    """SDPA as masks are computed with it; its `side_effect` may be another function."""
+    fake = mock.Mock(side_effect=scaled_dot_product_attention)
+    monkeypatch.setattr(masked_sdpa, "scaled_dot_product_attention", fake)
     return fake
 
 
@@ -301,11 +292,11 @@ def test_sdpa_is_checked_before_it_serves_a_mask(
     launches: list[str],
     biased: Problem,
     make_record: Make,
-    sdpa: Sdpa,
+    sdpa: mock.Mock,
     backend: Callable[..., Tensor],
     why: str,
 ) -> None:
-    sdpa.attend = backend
+    sdpa.side_effect = backend
     tuned(machine, masked_record(make_record, biased, sdpa_cudnn=0.3))
     given, options = call_of(biased)
     assert flashtune.explain(*given, **options).backend == "sdpa", "nothing was tried so far"
@@ -325,14 +316,14 @@ def test_generated_kernel_serves_tensors_that_sdpa_refuses(
     launches: list[str],
     biased: Problem,
     make_record: Make,
-    sdpa: Sdpa,
+    sdpa: mock.Mock,
 ) -> None:
     def refuses_these(q: Tensor, *rest: Any, **options: Any) -> Tensor:
         if q.shape[2] == biased.seqlen_q:
             raise RuntimeError("misaligned strides")
         return scaled_dot_product_attention(q, *rest, **options)
 
-    sdpa.attend = refuses_these
+    sdpa.side_effect = refuses_these
     tuned(machine, masked_record(make_record, biased, sdpa_cudnn=0.3))
     given, options = call_of(biased)
     with pytest.warns(FlashtuneWarning, match="refuses its mask .RuntimeError: misaligned strides"):
@@ -346,14 +337,14 @@ def test_generated_kernel_serves_if_sdpa_runs_out_of_memory(
     launches: list[str],
     biased: Problem,
     make_record: Make,
-    sdpa: Sdpa,
+    sdpa: mock.Mock,
 ) -> None:
     def without_memory(q: Tensor, *rest: Any, **options: Any) -> Tensor:
         if q.shape[2] == biased.seqlen_q:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return scaled_dot_product_attention(q, *rest, **options)
 
-    sdpa.attend = without_memory
+    sdpa.side_effect = without_memory
     tuned(machine, masked_record(make_record, biased, sdpa_cudnn=0.3))
     given, options = call_of(biased)
     with pytest.warns(FlashtuneWarning, match="has no memory for its mask"):
@@ -388,14 +379,14 @@ def test_refusal_is_cached_by_strides(
     launches: list[str],
     biased: Problem,
     make_record: Make,
-    sdpa: Sdpa,
+    sdpa: mock.Mock,
 ) -> None:
     def refuses_gaps(q: Tensor, *rest: Any, **options: Any) -> Tensor:
         if q.shape[2] == biased.seqlen_q and not q.is_contiguous():
             raise RuntimeError("no such strides")
         return scaled_dot_product_attention(q, *rest, **options)
 
-    sdpa.attend = refuses_gaps
+    sdpa.side_effect = refuses_gaps
     tuned(machine, masked_record(make_record, biased, sdpa_cudnn=0.3))
     (q, k, v), options = call_of(biased)
     apart = torch.cat([q, q], -1)[..., : q.shape[-1]]
@@ -420,7 +411,7 @@ def test_sdpa_check_runs_on_the_serving_backend(
 
 
 def test_only_the_checked_sdpa_backend_serves(
-    machine: Machine, launches: list[str], biased: Problem, make_record: Make, sdpa: Sdpa
+    machine: Machine, launches: list[str], biased: Problem, make_record: Make, sdpa: mock.Mock
 ) -> None:
     calls = []
 
@@ -428,7 +419,7 @@ def test_only_the_checked_sdpa_backend_serves(
         calls.append(machine.usual)
         return scaled_dot_product_attention(*given, **options)
 
-    sdpa.attend = counted
+    sdpa.side_effect = counted
     tuned(machine, masked_record(make_record, biased, sdpa_cudnn=0.3))
     given, options = call_of(biased)
     expected = flashtune.attention(*given, **options)

@@ -4,6 +4,8 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
@@ -17,7 +19,6 @@ from flashtune.tuner.bench.grids import GRIDS, grid_problems
 from flashtune.tuner.bench.results import OURS, Bench, LeftOut
 from flashtune.tuner.cli.commands.bench import GRIDS as NAMED_GRIDS
 from flashtune.tuner.cli.report.bench_terminal import CEILING
-from tests.support.fakes import install
 from tests.tuner.bench.bench_fakes import REFUSED, SPEEDS, a_bench, a_run
 
 Run = Callable[..., Result]
@@ -119,41 +120,30 @@ def test_command_lists_the_grids() -> None:
     assert tuple(GRIDS) == NAMED_GRIDS
 
 
-class FakeDriver:
-    """A GPU with constructed benches. The fourth bench is interrupted."""
+@pytest.fixture
+def fake_gpu() -> Iterator[list[Problem]]:
+    """A fake GPU with constructed benches; returns the list of timed problems."""
+    timed: list[Problem] = []
+    empty = a_run()
 
-    def __init__(self) -> None:
-        self.timed: list[Problem] = []
-
-    def compile_ahead(self, problems: object, target: object) -> tuple[()]:
-        return ()
-
-    def measure_ceiling(self, *_: object, rounds: int) -> object:
-        return a_run().ceilings[0]
-
-    def measure_copy(self, *_: object, rounds: int) -> object:
-        return a_run().copy
-
-    def environment(self, device: object) -> object:
-        return a_run().environment
-
-    def run_bench(
-        self, problem: Problem, index: int, *, peers: tuple[str, ...], rounds: int, sustained: bool
+    def fake_bench(
+        problem: Problem, index: int, *, peers: tuple[str, ...], rounds: int, sustained: bool
     ) -> Bench:
-        self.timed.append(problem)
-        if len(self.timed) > 3:
+        timed.append(problem)
+        if len(timed) > 3:
             raise KeyboardInterrupt
         bench = a_bench(problem, {name: SPEEDS[name] for name in (OURS, *peers)})
         return msgspec.structs.replace(bench, sustained=sustained)
 
-
-@pytest.fixture
-def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Problem]]:
-    """Returns the list of timed problems."""
-    fake = FakeDriver()
-    install(monkeypatch, fake, driver)
-    with testing.fake_gpu():
-        yield fake.timed
+    functions: dict[str, Any] = {
+        "compile_ahead": lambda problems, target: (),
+        "measure_ceiling": lambda dtype, device, rounds: empty.ceilings[0],
+        "measure_copy": lambda device, rounds: empty.copy,
+        "environment": lambda device: empty.environment,
+        "run_bench": fake_bench,
+    }
+    with testing.fake_gpu(), mock.patch.multiple(driver, **functions):
+        yield timed
 
 
 @pytest.mark.usefixtures("fake_gpu")

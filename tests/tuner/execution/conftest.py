@@ -1,22 +1,20 @@
 """Fixtures of the tests of launches and times."""
 
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from flashtune.tuner.execution import timed_runs
-from tests.support.fakes import install
 
 
 class Binder:
-    """Renders and binds no kernel, and notes what is bound and the arguments of each launch."""
+    """The arguments of each binding and of each launch."""
 
     def __init__(self) -> None:
         self.bound: list[tuple[Any, ...]] = []
         self.launches: list[tuple[Any, ...]] = []
-
-    def render(self, *_: object) -> None:
-        return None
 
     def bind(self, *arguments: Any) -> Any:
         self.bound.append(arguments)
@@ -24,7 +22,8 @@ class Binder:
 
 
 @pytest.fixture
-def binder(monkeypatch: pytest.MonkeyPatch) -> Binder:
+def binder() -> Iterator[Binder]:
+    """Kernels are neither rendered nor bound."""
     fake = Binder()
-    install(monkeypatch, fake, timed_runs)
-    return fake
+    with mock.patch.multiple(timed_runs, render=lambda *_: None, bind=fake.bind):
+        yield fake

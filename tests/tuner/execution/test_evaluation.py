@@ -1,7 +1,9 @@
 """The outcomes of candidates on a GPU, whose checks and times are given here."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,58 +26,17 @@ WRONG = Verdict(False, 9.0, 9, "needle", "NVIDIA H200")
 TASK = (a_problem(), Candidate("forward_q_outer", a_config()), Specialization(), H200, 0)
 
 
-class Clock:
-    """A clock that is never throttled."""
-
-    def is_throttled(self) -> bool:
-        return False
-
-
-class Gpu:
-    """The functions of the GPU process that need a GPU, with given verdicts and times.
-
-    Attributes:
-        times: The time of the first launch, and the measured time.
-        verdicts: The verdict or the error of each level.
-        delayed: The verdict with delays.
-    """
-
-    def __init__(self) -> None:
-        self.times = (0.5, 0.5)
-        self.verdicts: dict[Level, Verdict | KernelError] = {}
-        self.delayed = FULL
-
-    def prepare(self, *_: object) -> None:
-        pass
-
-    _roomy_tensors = kernel_run = prepare
-
-    def clock_probe(self, index: int) -> Clock:
-        return Clock()
-
-    def once(self, run: object, device: object) -> float:
-        return self.times[0]
-
-    def measure(self, *_: object, **__: object) -> Measurement:
-        return Measurement(self.times[1], self.times[1], self.times[1], 21)
-
-    def check_kernel(self, *arguments: object) -> Verdict:
-        level = arguments[-1]
-        assert isinstance(level, Level)
-        verdict = self.verdicts[level]
-        if isinstance(verdict, KernelError):
-            raise verdict
-        return verdict
-
-    def check_delayed(self, *_: object) -> Verdict:
-        return self.delayed
+CLOCK = SimpleNamespace(is_throttled=lambda: False)
+# Functions of the GPU process that need a GPU.
+NEED_GPU = ("prepare", "_roomy_tensors", "kernel_run", "once", "measure", "check_kernel", "check_delayed")
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
-    fake = Gpu()
-    install(monkeypatch, fake, gpu_jobs)
-    return fake
+def gpu() -> Iterator[dict[str, mock.Mock]]:
+    """Mocks of the functions that need a GPU."""
+    mocks: Any = dict.fromkeys(NEED_GPU, mock.DEFAULT)
+    with mock.patch.multiple(gpu_jobs, clock_probe=lambda index: CLOCK, **mocks) as functions:
+        yield functions
 
 
 @pytest.mark.parametrize(
@@ -91,14 +52,21 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     ],
 )
 def test_only_kernels_that_passed_are_right(
-    gpu: Gpu,
+    gpu: dict[str, mock.Mock],
     first: float,
     ms: float,
     verdicts: dict[Level, Verdict | KernelError],
     outcome: Outcome,
     verdict: Verdict | None,
 ) -> None:
-    gpu.times, gpu.verdicts = (first, ms), verdicts
+    def check(*arguments: Any) -> Verdict:
+        verdict = verdicts[arguments[-1]]
+        if isinstance(verdict, KernelError):
+            raise verdict
+        return verdict
+
+    gpu["once"].return_value, gpu["measure"].return_value = first, Measurement(ms, ms, ms, 21)
+    gpu["check_kernel"].side_effect = check
     evaluation = gpu_jobs.evaluate_candidate(*TASK, drop_above_ms=1.0)
     assert (evaluation.outcome, evaluation.verdict) == (outcome, verdict)
     assert (evaluation.measurement is not None) is (outcome is Outcome.OK)
@@ -106,8 +74,10 @@ def test_only_kernels_that_passed_are_right(
 
 
 @pytest.mark.parametrize(("verdict", "outcome"), [(FULL, Outcome.OK), (WRONG, Outcome.WRONG_RESULT)])
-def test_only_kernels_that_passed_with_delays_are_right(gpu: Gpu, verdict: Verdict, outcome: Outcome) -> None:
-    gpu.delayed = verdict
+def test_only_kernels_that_passed_with_delays_are_right(
+    gpu: dict[str, mock.Mock], verdict: Verdict, outcome: Outcome
+) -> None:
+    gpu["check_delayed"].return_value = verdict
     assert gpu_jobs.evaluate_late(*TASK).outcome is outcome
 
 
@@ -126,8 +96,8 @@ class Timer:
             run()
         return [1.03] + [1.0] * (len(runs) - 1)
 
-    def clock_probe(self, index: int) -> Clock:
-        return Clock()
+    def clock_probe(self, index: int) -> object:
+        return CLOCK
 
 
 @pytest.fixture(autouse=True)

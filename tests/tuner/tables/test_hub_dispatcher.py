@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -55,15 +56,10 @@ def no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub_dispatcher, "find", lambda _: None)
 
 
-class Capture:
-    """Whether a CUDA graph captures the calls."""
-
-    is_active = False
-
-
 @pytest.fixture
-def capture(no_kernel: None, monkeypatch: pytest.MonkeyPatch) -> Capture:
-    fake = Capture()
+def capture(no_kernel: None, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Whether a CUDA graph captures the calls."""
+    fake = SimpleNamespace(is_active=False)
     monkeypatch.setattr(hub_dispatcher, "_is_captured", lambda _: fake.is_active)
     return fake
 
@@ -113,7 +109,7 @@ def cache_of(lengths: Tensor, table: Tensor | None) -> Tensor:
 @pytest.mark.parametrize("has_pages", [True, False])
 def test_torch_computes_captured_calls_without_lengths_on_the_host(
     monkeypatch: pytest.MonkeyPatch,
-    capture: Capture,
+    capture: SimpleNamespace,
     window: tuple[int, int],
     features: dict[str, Any],
     has_pages: bool,
@@ -152,7 +148,7 @@ def test_all_sequences_may_have_one_length(cache_seqlens: int | None, lengths: l
 
 @pytest.mark.filterwarnings("ignore:no kernel of this package")
 @pytest.mark.parametrize("is_captured", [False, True])
-def test_sequences_of_minus_one_keys_write_no_rows(capture: Capture, is_captured: bool) -> None:
+def test_sequences_of_minus_one_keys_write_no_rows(capture: SimpleNamespace, is_captured: bool) -> None:
     capture.is_active = is_captured
     caches = [torch.zeros(5, 4, 1, 8) for _ in "kv"]
     q, k, v = (torch.randn(3, 1, heads, 8) for heads in (2, 1, 1))
@@ -182,7 +178,7 @@ def test_rows_that_do_not_fit_a_cache_are_dropped(has_pages: bool) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:no kernel of this package")
-def test_captured_packed_sequences_raise(capture: Capture) -> None:
+def test_captured_packed_sequences_raise(capture: SimpleNamespace) -> None:
     capture.is_active = True
     q, starts = torch.randn(10, 2, 8), torch.tensor([0, 10], dtype=torch.int32)
     with pytest.raises(RuntimeError, match="CUDA graph"):

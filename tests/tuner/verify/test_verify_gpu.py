@@ -184,7 +184,7 @@ def test_process_frees_memory_before_its_next_check(
     reserved: int,
     dropped: bool,
 ) -> None:
-    gpu_memory.reserved, gpu_memory.at_release = reserved, lambda: steps.append("empty")
+    gpu_memory.reserved, gpu_memory.release.side_effect = reserved, lambda: steps.append("empty")
     monkeypatch.setattr(passes, "forget", lambda: steps.append("forget"))
     kernel = kernel_of(record)
     verify_jobs.check_on_gpu(kernel, record, 0)
