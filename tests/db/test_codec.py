@@ -27,8 +27,7 @@ from flashtune.core.target import TARGETS, Target
 from flashtune.db import codec
 from flashtune.db.codec import decode_record, encode_record
 from flashtune.templates.registry import families
-
-MakeRecord = Callable[..., Record]
+from tests.support.records import MakeRecord
 
 HEADS: dict[str, Any] = {"sharing": "heads", "ms": 1.0}
 NO_CONFIG = "config is none of family forward_q_outer"

@@ -1,19 +1,17 @@
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from flashtune.core.errors import TableError
-from flashtune.core.problem import Causal, Problem
-from flashtune.core.record import Provenance, Record
+from flashtune.core.problem import Causal
+from flashtune.core.record import Provenance
 from flashtune.core.target import TARGETS
 from flashtune.db import table as tables
 from flashtune.db.table import TunedTable, dump_table, load_table, parse_table, shipped_table, table_hash
+from tests.support.records import MakeProblem, MakeRecord, shipped_table_of
 
-MakeRecord = Callable[..., Record]
-MakeProblem = Callable[..., Problem]
 TARGET = "nvidia-h200"
 
 
@@ -177,8 +175,7 @@ def test_package_contains_a_table(table: TunedTable, tmp_path: Path, monkeypatch
     monkeypatch.setattr("flashtune.db.table.resources.files", lambda package: tmp_path)
     shipped_table.cache_clear()
     try:
-        shipped = shipped_table("nvidia-b200")
-        assert shipped is not None
+        shipped = shipped_table_of("nvidia-b200")
         assert shipped.target == "nvidia-b200"
     finally:
         shipped_table.cache_clear()
