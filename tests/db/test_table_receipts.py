@@ -163,9 +163,7 @@ def test_shipped_receipt_verifies_a_record_under_newer_versions(shipped: TunedTa
     assert not is_proven(shipped.records[0], current_versions(FAMILY))
 
 
-def test_a_sibling_with_a_shipped_receipt_needs_no_self_check(
-    shipped: TunedTable,
-) -> None:
+def test_a_sibling_with_a_shipped_receipt_needs_no_self_check(shipped: TunedTable) -> None:
     checks = SelfChecks()
     assert ("e" * 32, current_versions(FAMILY).makers) in checks._shipped_receipts(TARGET)
     assert ("d" * 32, current_versions(FAMILY).makers) not in checks._shipped_receipts(TARGET)

@@ -42,13 +42,7 @@ ASKED: tuple[dict[str, object], ...] = (
     {"deterministic": True},
     {"dropout": True},
 )
-LATENT: dict[str, object] = {
-    "head_dim": 576,
-    "value_head_dim": 512,
-    "heads": 128,
-    "kv_heads": 1,
-    "mla": True,
-}
+LATENT: dict[str, object] = {"head_dim": 576, "value_head_dim": 512, "heads": 128, "kv_heads": 1, "mla": True}
 SHAPES: tuple[dict[str, object], ...] = ({}, {"seqlen_q": 1}, LATENT)
 
 

@@ -82,10 +82,7 @@ class Compilers:
 
 
 def run(
-    some: tuple[Subject, ...],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    body: str,
+    some: tuple[Subject, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str
 ) -> dict[int, Finding]:
     """Examines kernels under the fake sanitizer, and returns the findings by the number of the kernel."""
     monkeypatch.setattr(runner, "CompilePool", Compilers)

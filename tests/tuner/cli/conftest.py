@@ -9,11 +9,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from flashtune.core.problem import Problem
-from flashtune.core.record import (
-    Outcome,
-    Record,
-    Resources,
-)
+from flashtune.core.record import Outcome, Record, Resources
 from flashtune.db.store import open_store
 from flashtune.tuner.cli import main
 from flashtune.tuner.workloads.shapes import parse_shape

@@ -151,11 +151,7 @@ def test_json_contains_the_full_record(run: Run, stored: Stored) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "count"),
-    [
-        (("--target", "h200"), 1),
-        (("--target", "nvidia-h100"), 0),
-        (("--model", "phi-2"), 0),
-    ],
+    [(("--target", "h200"), 1), (("--target", "nvidia-h100"), 0), (("--model", "phi-2"), 0)],
 )
 def test_filters(run: Run, stored: Stored, arguments: tuple[str, ...], count: int) -> None:
     assert len(json.loads(run("show", "--json", *arguments).stdout)) == count

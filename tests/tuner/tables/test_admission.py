@@ -131,9 +131,7 @@ def test_import_export_and_verify_apply_the_same_checks(
     assert reason in result.failed
 
 
-def test_other_digest_is_refused_only_under_the_current_template(
-    tmp_path: Path,
-) -> None:
+def test_other_digest_is_refused_only_under_the_current_template(tmp_path: Path) -> None:
     record = msgspec.structs.replace(shipped("forward_q_outer"), kernel="0" * 32)
     assert record.versions.template == template_hash(record.family)
     assert "stale receipt" in why_refused(record)

@@ -280,9 +280,7 @@ def test_time_of_another_kernel_is_not_used(on_gpu: Callable[..., Finals]) -> No
     assert table.times == ()
 
 
-def test_time_with_another_specialization_is_not_used(
-    on_gpu: Callable[..., Finals],
-) -> None:
+def test_time_with_another_specialization_is_not_used(on_gpu: Callable[..., Finals]) -> None:
     on_gpu(0.8, 0.9)
     fast, other = pair()
     old = msgspec.structs.replace(fast, specialization=sibling(fast))

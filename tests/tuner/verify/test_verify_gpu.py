@@ -441,8 +441,7 @@ def test_missing_skips_existing_evidence(machine: Machine, record: Record, paths
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{"probes": ("random",)}, {"probes": msgspec.UNSET}, {"device": "interpreter"}],
+    "changes", [{"probes": ("random",)}, {"probes": msgspec.UNSET}, {"device": "interpreter"}]
 )
 def test_missing_repeats_checks_without_a_probe_or_the_gpu(
     machine: Machine, record: Record, changes: dict[str, Any]
