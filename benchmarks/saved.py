@@ -42,7 +42,7 @@ class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # The day of the run, or, where the run did not record it, of the commit that added the file.
     date: datetime.date
     gpu: str  # The GPU's name; `none` where no GPU was used.
-    # torch, triton, driver: Versions; `none` if not used.
+    # Versions; `none` if not used.
     torch: str
     triton: str
     driver: str

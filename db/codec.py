@@ -23,7 +23,7 @@ class Check(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     digest: Digest
     target: TargetName  # Name of the GPU of the check.
-    versions: Versions  # The installed versions.
+    versions: Versions
     verdict: Verdict
     # Duration of a self-check of the loaded kernel. None if another command made the verdict.
     seconds: Seconds | None = None

@@ -40,7 +40,7 @@ class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """The time of a record's kernel under other versions than the record's."""
 
     problem: ShortText  # The problem's key.
-    kernel: Digest  # Digest of the kernel.
+    kernel: Digest
     versions: Versions  # The versions of the measurement.
     measurement: Measurement  # The time, with those of baselines in the same run.
 

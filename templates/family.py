@@ -78,7 +78,7 @@ class FamilyOf(PerformanceModel[C_contra], Protocol[C_contra]):
     """
 
     name: str  # Its folder's name.
-    config_type: type[Config]  # Type of its configs.
+    config_type: type[Config]
     direction: Direction  # Forward or backward.
     # Features beyond shapes, types and causality. `supports` may reject combinations.
     features: frozenset[Feature]

@@ -4,7 +4,7 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import hypothesis
@@ -34,7 +34,9 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 sys.path.append(str(Path(__file__).parents[1]))
 
 # Timings differ widely between machines, and a failure must come back on the next run.
-hypothesis.settings.register_profile("flashtune", deadline=None, derandomize=True)
+hypothesis.settings.register_profile(
+    "flashtune", deadline=None, derandomize=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
 hypothesis.settings.load_profile("flashtune")
 
 native = families.native
@@ -43,6 +45,19 @@ ship = families.ship
 # Triton reads the variable when it is imported, so these tests have a process of their own.
 if os.environ.get("TRITON_INTERPRET") != "1":
     collect_ignore = ["interpreter"]
+
+
+@pytest.fixture
+def interpret(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+    """Selects Triton's interpreter from a call on."""
+    from flashtune.launch.compilation import interpreting
+
+    def select() -> None:
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+        interpreting.cache_clear()
+
+    yield select
+    interpreting.cache_clear()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -90,7 +105,9 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder for rendered kernels, shared by the tests of one process and by those that they start."""
-    folder = tmp_path_factory.mktemp("kernels")
+    # Hypothesis searches modules for constants, except in folders of this name. Kernels are many and long.
+    folder = tmp_path_factory.mktemp("kernels") / "tests"
+    folder.mkdir()
     os.environ["FLASHTUNE_CACHE_DIR"] = str(folder)
     return folder
 

@@ -81,7 +81,9 @@ def demand(scope: SearchTask, candidate: Candidate) -> Demand:
     sram = sum(item.bytes for item in items)
     columns = family.tensor_memory_columns(scope.problem, candidate.config, target)
     shares = sram / target.sram_per_block, columns / max(target.tensor_memory_columns, 1)
-    return Demand(sram, max(1.0, *shares) - 1, overflow(Resources(sram, columns), target, "needs at least"))
+    # The message names SRAM if both are exceeded.
+    excess = next((share for share in shares if share > 1.0), 1.0) - 1
+    return Demand(sram, excess, overflow(Resources(sram, columns), target, "needs at least"))
 
 
 def open_spaces(

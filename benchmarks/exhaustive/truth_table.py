@@ -40,7 +40,7 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
     """The result of one config."""
 
     values: tuple[int | bool | str, ...]  # The config's fields, in the table's order.
-    outcome: Outcome  # The outcome.
+    outcome: Outcome
     message: ShortText = ""  # The reason if it is not `ok`.
     resources: Resources | None = None  # The compiler's report, if it compiled.
     loop: Loop | None = None  # The inner loop of its machine code, if it was found.
@@ -52,7 +52,7 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
 class TruthTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Results of one family's configs for one problem on one GPU."""
 
-    problem: Problem  # The problem.
+    problem: Problem
     target: ShortText  # The GPU.
     family: ShortText  # The configs' family.
     versions: Versions  # Versions of the measurement.

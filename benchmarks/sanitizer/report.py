@@ -13,12 +13,11 @@ OUTCOMES = ("clean", "errors", "warnings", "failed", "refused")
 class Finding(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The finding of one tool for one kernel."""
 
-    tool: str  # The tool.
-    # digest, family, label, shipped: The kernel, and whether it ships.
+    tool: str
     digest: str
     family: str
     label: str
-    shipped: bool
+    shipped: bool  # Whether the kernel is in a shipped table.
     errors: int = 0  # Number of errors, and of hazards that the tool counts as errors.
     warnings: int = 0  # Number of hazards of a lower level.
     failed: str = ""  # Why there is no result, or empty.

@@ -91,7 +91,7 @@ class Servers:
 class SimulatedTrial(msgspec.Struct, frozen=True):
     """A simulated trial."""
 
-    candidate: Candidate  # The candidate.
+    candidate: Candidate
     seconds: float  # Simulated seconds from the start to the result.
     seen_ms: float | None  # The time that the search received; None if the candidate failed.
     true_ms: float | None  # The best estimate of its time.

@@ -68,7 +68,7 @@ class Row(msgspec.Struct, frozen=True):
 class Document(msgspec.Struct, frozen=True):
     """Measurements, their GPU and versions."""
 
-    gpu: str  # The GPU.
+    gpu: str
     versions: Versions  # Of the software.
     problem: str  # Key of the backward problem at the first length.
     rows: tuple[Row, ...]  # One for each length.

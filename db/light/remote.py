@@ -40,7 +40,8 @@ class Server:
         try:
             return within(max(self._seconds, 0.0), self._url, run)
         except StoreError as error:
-            _failed[self._url] = error
+            # Without the traceback, which would keep the tensors of a call alive.
+            _failed[self._url] = StoreError(*error.args)
             raise
         finally:
             self._seconds -= time.monotonic() - start

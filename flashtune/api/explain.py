@@ -13,8 +13,7 @@ from flashtune.core.problem import Problem
 from flashtune.core.record import PeerTime, Selection, VerificationStatus
 from flashtune.dispatch.bound_request import BoundRequest, KernelKey
 from flashtune.dispatch.decision import Backend, Decision, baseline, choose
-from flashtune.dispatch.lookup import nearest_selection, proven_by
-from flashtune.launch.kernel_cache import kernel_of
+from flashtune.dispatch.lookup import nearest_selection
 from flashtune.request.call import (
     Call,
     DenseOptions,
@@ -173,9 +172,9 @@ def _of_kernel(key: KernelKey, decision: Decision, request: Request) -> Explanat
     problem, specialization = key.problem, key.specialization
     assert decision.selection is not None
     assert decision.target is not None
-    kernel = kernel_of(decision.selection.record, specialization)
+    kernel = SESSION.loader.kernel_of(decision.selection.record, specialization, decision.target)
     checks = SESSION.loader.checks
-    is_proven = proven_by(decision.selection, kernel.digest) or checks.known_verdict(kernel, decision.target)
+    is_proven = decision.selection.proves(kernel.digest) or checks.known_verdict(kernel, decision.target)
     tuned = nearest_selection(decision.selection)
     if is_proven is False and tuned is not None:
         near = tuned.record.problem.key
@@ -191,7 +190,7 @@ def _of_kernel(key: KernelKey, decision: Decision, request: Request) -> Explanat
         )
         return _explanation(problem, refused)
     standing, seconds = decision.selection.standing, None
-    if not proven_by(decision.selection, kernel.digest):
+    if not decision.selection.proves(kernel.digest):
         standing = VerificationStatus.VERIFIED if is_proven else VerificationStatus.UNPROVEN
         seconds = checks.known_seconds(kernel, decision.target)
     return msgspec.structs.replace(

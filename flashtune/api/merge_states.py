@@ -4,13 +4,13 @@ Paged attention reads a common prefix of all sequences once. All queries attend 
 and each to its own suffix. Both results are merged.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from flashtune.core.arguments import read_count
+from flashtune.core.constant_tensors import constants
 from flashtune.core.errors import ProblemError
 from flashtune.core.features.table import FEATURES
 from flashtune.core.layouts import LAYOUTS, WIDE_FLOATS, Layout
@@ -122,7 +122,7 @@ def prefix_call(call: Call, tokens: int, pages: int) -> Call:
     side = call.side._replace(
         sinks=None,
         cu_seqlens_q=None,
-        seqlens_kv=_length(tokens, q.device),
+        seqlens_kv=constants((tokens,), 1, torch.int32, q.device)[0],
         block_table=call.side.block_table[:1, :pages],
     )
     options = call.options._replace(
@@ -185,9 +185,3 @@ def _shared_pages(call: Call, tokens: int) -> int:
             f"shared_prefix is {tokens} and block_table has no {tokens // size} columns: share fewer tokens"
         )
     return tokens // size
-
-
-@functools.cache
-def _length(tokens: int, device: torch.device) -> Tensor:
-    """Returns the length of a prefix as a tensor. It is cached forever, because CUDA graphs may use it."""
-    return torch.tensor([tokens], dtype=torch.int32).to(device)

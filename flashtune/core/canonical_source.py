@@ -7,7 +7,6 @@ groups, which Python before 3.11.5 matches wrongly. It imports the standard libr
 can run it alone.
 """
 
-import functools
 import re
 from collections.abc import Iterator
 
@@ -60,7 +59,6 @@ _TEMPLATE = _lexer(_JINJA_TAG)
 _CONTROL_TAG = re.compile(r"\{%.*?%\}", re.DOTALL)
 
 
-@functools.lru_cache(maxsize=64)
 def canonical_source(source: str) -> str:
     """Returns a Python source without comments, docstrings, blank lines and stand-alone wrappers.
 

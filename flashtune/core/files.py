@@ -15,15 +15,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from flashtune.core.caches import keep
-
 POLL_SECONDS = 0.02
 OPENED = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 # The open lock files of `alone_with`.
 _lock_files: set[int] = set()
-# Results of `lock_fault`.
-_lock_faults: dict[Path, str | None] = {}
 
 
 @contextlib.contextmanager
@@ -101,18 +97,12 @@ def _is_locked(file: int) -> bool:
 
 def lock_fault(folder: Path) -> str | None:
     """Returns why a database in a folder cannot be locked. None if it can, or if nothing can be written."""
-    if folder not in _lock_faults:
-        with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=folder) as file:
-            keep(_lock_faults, folder, _fault(file.fileno()))
-    return _lock_faults.get(folder)
-
-
-def _fault(file: int) -> str | None:
-    try:
-        # SQLite's locks are these, and not those of `alone_with`.
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        return error.strerror
+    with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=folder) as file:
+        try:
+            # SQLite's locks are these, and not those of `alone_with`.
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            return error.strerror
     return None
 
 

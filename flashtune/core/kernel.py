@@ -74,7 +74,7 @@ class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
     # Run-time arguments in order. For a prologue: v, workspace, integers. For an epilogue: out, lse,
     # workspaces, integers.
     arguments: tuple[Argument, ...]
-    options: LaunchOptions  # Launch options of the compiler.
+    options: LaunchOptions
     # The step before a prologue, if any. Its plan is the module's `first_plan`.
     before: Step | None = None
 
@@ -91,8 +91,8 @@ class Kernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     # and the prologue's output if the kernel uses TMA. In a backward pass: names of `BackwardTensors` and
     # `ExtraInputs`, and `workspace_0` and so on, in any order, then integers. Descriptors are first.
     arguments: tuple[Argument, ...]
-    options: LaunchOptions  # Launch options of the compiler.
-    specialization: Specialization  # Assumptions about the tensors.
+    options: LaunchOptions
+    specialization: Specialization
     prologue: Step | None = None  # The kernel that is launched before it, if any.
     epilogue: Step | None = None  # The kernel that is launched after it, if any.
 

@@ -3,14 +3,12 @@
 import re
 import warnings
 
-from flashtune.core.caches import keep
 from flashtune.core.canonical import shape_text
 from flashtune.core.errors import Printable
-from flashtune.core.locks import ModuleLock
 from flashtune.core.problem import Problem
 
-_seen_messages: dict[str, bool] = {}
-_telling = ModuleLock()
+# The subjects of warnings, which are few.
+_seen_messages: dict[str, object] = {}
 
 
 class FlashtuneWarning(Printable, UserWarning):
@@ -19,11 +17,10 @@ class FlashtuneWarning(Printable, UserWarning):
 
 def warn_once(matter: str, message: str) -> None:
     """Emits a warning, unless this process has already warned about the subject."""
-    with _telling:
-        if matter in _seen_messages:
-            return
-        keep(_seen_messages, matter, True)
-    warnings.warn(message, FlashtuneWarning, stacklevel=3)
+    first = object()
+    # One atomic operation, so that only one of several threads warns.
+    if _seen_messages.setdefault(matter, first) is first:
+        warnings.warn(message, FlashtuneWarning, stacklevel=3)
 
 
 def search_command(problem: Problem) -> str:

@@ -220,6 +220,10 @@ class Selection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         """The measured record: for an untuned shape, that of the nearest tuned one."""
         return self.forecast.nearest if self.forecast else self.record
 
+    def proves(self, digest: str) -> bool:
+        """Whether the receipt covers this kernel with the installed versions."""
+        return self.standing is not VerificationStatus.UNPROVEN and self.record.kernel == digest
+
 
 def is_tied(time: Measurement, fastest: Measurement) -> bool:
     """Returns whether a time differs from the fastest one by no more than noise."""

@@ -15,7 +15,7 @@ from flashtune.core.problem import Problem
 from flashtune.core.target import Target
 from flashtune.dispatch.masked_sdpa import sharing_of
 from flashtune.dispatch.platform import PLATFORM, Platform
-from flashtune.dispatch.sdpa import copy_ms, default_backend
+from flashtune.dispatch.sdpa import copies_ms, copy_ms, default_backend, seen_keys
 from flashtune.dispatch.tables import Tables
 from flashtune.launch.compilation import interpreting
 from flashtune.launch.tensors import BackwardTensors, ForwardTensors
@@ -45,7 +45,7 @@ class KernelKey(NamedTuple):
 
 
 class BoundRequest:
-    """A request and its tensors. Facts are computed at first use and kept.
+    """A request and its tensors. Facts are computed at first use and kept, except for SDPA's backend.
 
     It lives as long as a call is prepared. Executors must not refer to it, because they would keep the
     tensors alive.
@@ -107,10 +107,23 @@ class BoundRequest:
         bias = self.side.bias
         return None if bias is None else sharing_of(self.request.problem, bias)
 
+    @functools.cached_property
+    def sdpa_views(self) -> Tensors:
+        """The views that SDPA gets."""
+        q, k, v = self.views
+        problem = self.request.problem
+        return self.views if problem.features else (q, *seen_keys(q, k, v, problem.causal))
+
     @property
     def sdpa_backend(self) -> str | None:
         """The backend that SDPA selects now, or None if it is not known or has no name in records."""
-        return default_backend(*self.views, self.request.problem, self.side.bias, self.platform.sdpa_backend)
+        causal, select = self.request.problem.causal, self.platform.sdpa_backend
+        return default_backend(*self.sdpa_views, causal, self.side.bias, select)
+
+    @property
+    def sdpa_copies_ms(self) -> float:
+        """The time of the copies of unaligned tensors that SDPA gets, in ms."""
+        return copies_ms(self.sdpa_views, self.target)
 
     @functools.cached_property
     def copied(self) -> tuple[bool, bool, bool]:
@@ -133,7 +146,8 @@ class BoundRequest:
         if any(view.data_ptr() % POINTER_ALIGNMENT for view in self.views):
             odd = (True, True, True)
         read = _with_copies(self.tensors, odd, "meta")
-        aligned = specialization_of((*request.views(*read), output_like(request)), False)
+        out = request.layout.heads_first(request.out_like)
+        aligned = specialization_of((*request.views(*read), out), False)
         if not aligned.takes_descriptors(problem.dtype):
             return none
         ms = copy_ms([tensor for tensor in read if tensor.is_meta], self.target)
@@ -158,7 +172,7 @@ class BoundRequest:
     @functools.cached_property
     def backward_properties(self) -> Specialization:
         """The properties that a backward kernel may assume if dout has the strides of the output."""
-        out = torch.empty(self.request.out_shape, dtype=self.request.out_dtype, device="meta")
+        out = self.request.out_like
         return self.properties_of(self.backward_tensors(out, out, out))
 
     def properties_of(self, tensors: BackwardTensors) -> Specialization:
@@ -172,7 +186,9 @@ class BoundRequest:
 
     def forward_tensors(self, device: torch.device | str = "meta") -> ForwardTensors:
         """Returns the tensors of the forward pass. New tensors on a device replace those that are copied."""
-        return ForwardTensors(*self.request.views(*self._as_read(device)), output_like(self.request))
+        request = self.request
+        out = request.layout.heads_first(request.out_like)
+        return ForwardTensors(*request.views(*self._as_read(device)), out)
 
     def backward_tensors(
         self, out: Tensor, lse: Tensor, dout: Tensor, device: torch.device | str = "meta"
@@ -198,12 +214,6 @@ def side_gradients(side: ExtraInputs) -> tuple[str, ...]:
         return ()
     named = zip(TENSORS, side.optional_tensors, strict=True)
     return tuple(name for name, tensor in named if tensor is not None and tensor.requires_grad)
-
-
-def output_like(request: Request) -> Tensor:
-    """Returns a meta tensor with the output's strides, as [batch, heads, seqlen_q, value_head_dim]."""
-    out = torch.empty(request.out_shape, dtype=request.out_dtype, device="meta")
-    return request.layout.heads_first(out)
 
 
 def _with_copies(tensors: Tensors, flags: tuple[bool, bool, bool], device: torch.device | str) -> Tensors:

@@ -13,7 +13,7 @@ from flashtune.core.features.records import TENSORS
 from flashtune.core.features.table import TENSOR_INPUTS
 from flashtune.core.kernel import Specialization
 from flashtune.core.mask_sharing import MaskSharing
-from flashtune.core.problem import Causal, Problem
+from flashtune.core.problem import Causal, Feature, Problem
 from flashtune.core.record import Selection
 from flashtune.core.target import Target, find_target
 from flashtune.dispatch.bound_request import BoundRequest, KernelKey
@@ -26,13 +26,14 @@ from flashtune.dispatch.faster_peers import (
     shared_time,
     untimed_peer,
 )
-from flashtune.dispatch.lookup import default_selection, select, without_kernels
+from flashtune.dispatch.lookup import default_selection, select
 from flashtune.dispatch.masked_sdpa import is_masked, sdpa_allowed
-from flashtune.dispatch.sdpa import copies_ms, has_hidden_keys
+from flashtune.dispatch.sdpa import has_hidden_keys
 from flashtune.dispatch.sdpa_times import EFFICIENT, MATH, related_peers
 from flashtune.dispatch.tables import Tables
 from flashtune.launch.compilation import interpreting
 from flashtune.request.request import Prefer, Request
+from flashtune.templates.registry import families
 
 # The target for which the interpreter's default configs are made: small tiles and no TMA.
 INTERPRETED_TARGET = "nvidia-l4"
@@ -65,8 +66,7 @@ class Decision(msgspec.Struct, frozen=True):
     backend: Backend
     reason: str  # The reason as one clause.
     target: Target | None = None  # The GPU, or None if it does not matter.
-    # The record that was found for the request, or None if none was looked up.
-    selection: Selection | None = None
+    selection: Selection | None = None  # The record of the request, or None if none was looked up.
 
     @property
     def generated(self) -> bool:
@@ -126,7 +126,8 @@ def _without_lookup(request: Request) -> Decision | None:
         return Decision(Backend.UNFUSED, DOUBLE)
     if request.needs_grad or request.prefer is Prefer.GENERATED:
         return None
-    unknown = without_kernels(request.problem)
+    computed = frozenset[Feature]().union(*(family.features for family in families()))
+    unknown = sorted(request.problem.features - computed)
     if not unknown:
         return None
     return Decision(Backend.UNFUSED, f"no kernel family computes {' and '.join(unknown)}")
@@ -222,7 +223,7 @@ def _faster_peer(bound: BoundRequest, selection: Selection) -> str | None:
             backend = None
     if is_untrusted(selection, problem) and (backend is not None or not problem.features):
         return untimed_peer((selection,), problem, backend, target)
-    more_ms = copies_ms(bound.views, target) if backend is not None else 0.0
+    more_ms = bound.sdpa_copies_ms if backend is not None else 0.0
     if more_ms and problem.seqlen_kv <= FEW_KEYS:
         backend = None
     if backend is not None and selection.measured.measurement is None and problem.features:
@@ -243,8 +244,9 @@ def _faster_peer_of_pair(bound: BoundRequest, forward: Selection, backward: Sele
     if has_hidden_keys(problem) and not problem.features:
         # SDPA does not get these keys. Times are those of problems without them.
         tables, length = bound.records, problem.seqlen_q
-        seen = [msgspec.structs.replace(one, seqlen_kv=length) for one in (problem, bound.request.backward)]
-        forward, backward = (select(one, target, tables, BEST_TENSORS, generated=True) for one in seen)
+        problems = problem, bound.request.backward
+        seen = [msgspec.structs.replace(whole, seqlen_kv=length) for whole in problems]
+        forward, backward = (select(part, target, tables, BEST_TENSORS, generated=True) for part in seen)
         passes = forward, backward
     if any(is_untrusted(selection, problem) for selection in passes):
         backend = bound.sdpa_backend if is_masked(problem) or not problem.features else None
@@ -252,7 +254,7 @@ def _faster_peer_of_pair(bound: BoundRequest, forward: Selection, backward: Sele
             return untimed_peer(passes, problem, backend, target)
     # With a mask, gradients of SDPA's cuDNN backend may be NaN.
     backend = None if problem.features else bound.sdpa_backend
-    more_ms = 0.0 if backend is None else copies_ms(bound.views, target)
+    more_ms = 0.0 if backend is None else bound.sdpa_copies_ms
     has_few_rows = is_untimed and problem.seqlen_q <= FEW_ROWS
     if has_few_rows and not more_ms and not problem.features and _is_maskless(problem):
         return untimed_peer(passes, problem, backend, target)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from flashtune.core.canonical import without
 from flashtune.core.errors import ProblemError
 from flashtune.core.kernel import Specialization
-from flashtune.core.problem import Feature, Problem
+from flashtune.core.problem import Problem
 from flashtune.core.record import (
     Outcome,
     Provenance,
@@ -200,12 +200,6 @@ def _advice(problem: Problem, target: Target, specialization: Specialization) ->
     return "no part of it is computed here either"
 
 
-def without_kernels(problem: Problem) -> tuple[Feature, ...]:
-    """Returns the features of a problem that no family computes in any problem."""
-    computed = frozenset[Feature]().union(*(family.features for family in families()))
-    return tuple(sorted(problem.features - computed))
-
-
 def nearest_selection(selection: Selection) -> Selection | None:
     """Returns the selection of the nearest tuned shape if another config has a lower estimate, or None."""
     why = selection.forecast
@@ -217,8 +211,3 @@ def nearest_selection(selection: Selection) -> Selection | None:
     return Selection(
         record=why.nearest, standing=_standing(why.nearest, VerificationStatus.VERIFIED), source="estimated"
     )
-
-
-def proven_by(selection: Selection, digest: str) -> bool:
-    """Whether a selection's receipt covers this kernel with the installed versions."""
-    return selection.standing is not VerificationStatus.UNPROVEN and selection.record.kernel == digest

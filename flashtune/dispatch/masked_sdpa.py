@@ -8,40 +8,33 @@ only one of them.
 A hidden key with NaN or infinity makes SDPA's result NaN. The host cannot detect this.
 """
 
-import functools
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from flashtune.core.caches import keep
+from flashtune.core.constant_tensors import constants
 from flashtune.core.mask_sharing import MaskSharing, distinct_ways, nearest_way
-from flashtune.core.problem import Bias, Causal, Dtype, Feature, Problem
-from flashtune.core.target import find_target
-from flashtune.dispatch.sdpa_times import MATH, unfused_leads
+from flashtune.core.problem import Causal, Feature, Problem
+from flashtune.dispatch.sdpa import (
+    SelectBackend,
+    readable,
+    scaled_dot_product_attention,
+    shares_heads,
+    unexpanded,
+)
 from flashtune.launch.compilation import first_line
 from flashtune.launch.launch import MIN_SCALE
 from flashtune.request.request import Prefer, Request
 
-SelectBackend = Callable[..., str | None]
-# Programs replace the name in `torch.nn.functional` by functions that call flashtune.
-scaled_dot_product_attention = torch._C._nn.scaled_dot_product_attention
 # SDPA computes other features no faster, or differently. Windows and chunks would need a mask in each call
 # and would compute all hidden blocks. Slopes would be rounded to 16 bits, and dropout draws other weights.
 FEATURES = frozenset({Feature.BIAS})
-# Names of SDPA's backends in records, by their numbers in `torch._fused_sdp_choice`.
-PEERS = {0: MATH, 1: "sdpa-flash", 2: "sdpa-efficient", 3: "sdpa-cudnn"}
 # Extents of the trial problem, which no tile size divides, and the largest error that is accepted.
 PROBE_ROWS = 192
 PROBE_KEYS = 200
 PROBE_ERROR = 2.0**-5
-# Backends load this many bytes at once.
-ADDRESS_ALIGNMENT = 16
-# Largest number of float32 scores of calls with shared heads and gradients that SDPA's unfused path serves.
-# Measured at 10 shapes on an H200.
-FEW_GRADIENT_SCORES = 2**24
-# The GPU for which times of SDPA's backends in float32 are compared.
-MEASURED_TARGET = "nvidia-h200"
+# The numbers to add for visible and for hidden keys.
+LEVELS = (0.0, -torch.inf)
 # Every refused call has its own entry.
 REFUSALS_LIMIT = 1024
 
@@ -101,94 +94,6 @@ def _masked(
     )
 
 
-def shares_heads(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
-    """Whether SDPA gets fewer heads of keys than of queries. The mask is additive or boolean.
-
-    In float32 no fused backend takes them. The unfused path may still be faster than copies of heads and a
-    fused backend.
-    """
-    if q.shape[1] == k.shape[1]:
-        return False
-    if q.dtype is not torch.float32:
-        return True
-    if not torch.backends.cuda.math_sdp_enabled():
-        return False
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] <= FEW_GRADIENT_SCORES
-    sizes = (*q.shape, *k.shape[1:3])
-    # A compiled program must not be limited to the sizes that it was traced with.
-    if any(isinstance(size, torch.SymInt) for size in sizes):
-        return False
-    return _unfused_leads(*sizes, mask is not None, 0 if mask is None else _padded_bytes(mask))
-
-
-@functools.lru_cache(maxsize=8192)
-def _unfused_leads(
-    batch: int,
-    heads: int,
-    seqlen_q: int,
-    head_dim: int,
-    kv_heads: int,
-    seqlen_kv: int,
-    masked: bool,
-    padded_bytes: int,
-) -> bool:
-    problem = Problem(
-        dtype=Dtype.FP32,
-        head_dim=head_dim,
-        value_head_dim=head_dim,
-        heads=heads,
-        kv_heads=kv_heads,
-        batch=batch,
-        seqlen_q=seqlen_q,
-        seqlen_kv=seqlen_kv,
-        causal=Causal.NONE,
-        bias=Bias.ADDITIVE if masked else Bias.NONE,
-    )
-    return unfused_leads(problem, padded_bytes, find_target(MEASURED_TARGET))
-
-
-def _padded_bytes(mask: Tensor) -> int:
-    """Returns the bytes of an additive mask that SDPA's memory-efficient backend copies to align its rows."""
-    if mask.dtype is torch.bool or mask.shape[-1] * mask.element_size() % ADDRESS_ALIGNMENT == 0:
-        return 0
-    whole = unexpanded(mask)
-    return whole.numel() * whole.element_size()
-
-
-def readable(q: Tensor, k: Tensor, v: Tensor, shared: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns tensors that SDPA's backends can read: copies if unaligned, and of heads unless shared."""
-    if q.shape[1] != k.shape[1] and not shared:
-        k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], 1) for tensor in (k, v))
-    q, k, v = (
-        tensor.clone(memory_format=torch.contiguous_format) if is_unaligned(tensor) else tensor
-        for tensor in (q, k, v)
-    )
-    return q, k, v
-
-
-def is_unaligned(tensor: Tensor) -> bool:
-    """Whether the address or a stride of [batch, heads, seqlen, head_dim] is no multiple of 16 bytes.
-
-    Some backends need such addresses and strides and do not check them. With other strides, the outputs of
-    the cuDNN backend were wrong.
-    """
-    size = tensor.element_size()
-    if start(tensor) % ADDRESS_ALIGNMENT:
-        return True
-    steps = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
-    return any(extent > 1 and step * size % ADDRESS_ALIGNMENT for extent, step in steps)
-
-
-def start(tensor: Tensor) -> int:
-    """Returns the address of a tensor, or the offset of a tensor subclass, which may have no address."""
-    if type(tensor) is Tensor:
-        # Memory of other libraries may start at any address with an offset of 0.
-        return tensor.data_ptr()
-    # torch allocates at multiples of 256 bytes.
-    return int(tensor.storage_offset()) * tensor.element_size()
-
-
 def additive_mask(q: Tensor, k: Tensor, bias: Tensor, causal: Causal) -> Tensor:
     """Returns the additive mask for SDPA, as small as the bias and the causal mask allow.
 
@@ -203,49 +108,14 @@ def additive_mask(q: Tensor, k: Tensor, bias: Tensor, causal: Causal) -> Tensor:
     hides = causal is not Causal.NONE and diagonal < seqlen_kv - 1
     if not hides and not boolean:
         return bias
-    zero, hidden = _levels(q.dtype, q.device)
+    # Python numbers would be copied to the device in each call.
+    zero, hidden = constants(LEVELS, 1, q.dtype, q.device)
     if not hides:
         return torch.where(bias, zero, hidden)
     if boolean:
         return torch.where(bias.expand(-1, -1, seqlen_q, -1).tril(diagonal), zero, hidden)
     seen = torch.ones(seqlen_q, seqlen_kv, dtype=torch.bool, device=q.device).tril_(diagonal)
     return torch.where(seen, bias, hidden)
-
-
-def unexpanded(bias: Tensor) -> Tensor:
-    """Returns a bias in four dimensions. Expanded dimensions have size 1."""
-    bias = bias[(None,) * (4 - bias.dim())]
-    for dimension in range(3):
-        if bias.stride(dimension) == 0 and bias.shape[dimension] > 1:
-            bias = bias.narrow(dimension, 0, 1)
-    return bias
-
-
-@functools.lru_cache(maxsize=64)
-def _levels(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Returns the numbers to add for visible and for hidden keys.
-
-    Python numbers would be copied to the device in each call.
-    """
-    with torch.inference_mode(False):
-        zero = torch.zeros((), dtype=dtype, device=device)
-        return zero, torch.full_like(zero, -torch.inf)
-
-
-def chosen_backend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, shared: bool | None = None
-) -> str | None:
-    """Returns the name of the backend that SDPA selects for a call, or None if it has none.
-
-    `shared` is the result of `shares_heads`, by default for this call.
-    """
-    if q.shape[1] != k.shape[1] and not (shares_heads(q, k, v, mask) if shared is None else shared):
-        k, v = (tensor[:, :1].expand(-1, q.shape[1], -1, -1) for tensor in (k, v))
-    # torch has no public function for this.
-    choice = torch._fused_sdp_choice(  # pyright: ignore[reportPrivateImportUsage]
-        q, k, v, mask, 0.0, causal, scale=None, enable_gqa=q.shape[1] != k.shape[1]
-    )
-    return PEERS.get(int(choice))
 
 
 class MaskTrials:
@@ -301,7 +171,8 @@ def _kind(request: Request, backend: str | None) -> tuple[object, ...]:
 
 def _call(request: Request, backend: str | None, *tensors: Tensor) -> tuple[object, ...]:
     """Returns the key of a refused call. SDPA's backends refuse some strides."""
-    return (request.device, request.problem, backend, *((one.shape, one.stride()) for one in tensors))
+    layouts = ((tensor.shape, tensor.stride()) for tensor in tensors)
+    return (request.device, request.problem, backend, *layouts)
 
 
 def _defect(

@@ -3,7 +3,8 @@
 import torch
 
 from flashtune.core.target import Target, device_target
-from flashtune.dispatch.masked_sdpa import MaskTrials, chosen_backend
+from flashtune.dispatch.masked_sdpa import MaskTrials
+from flashtune.dispatch.sdpa import chosen_backend
 from flashtune.dispatch.tables import Tables, tuned_records
 
 

@@ -1,26 +1,28 @@
 """Attention by torch's SDPA, with flashtune's semantics of masks and empty rows."""
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 
-import msgspec
 import torch
 from torch import Tensor
 
-from flashtune.core.problem import Causal, Problem
-from flashtune.core.target import Target
-from flashtune.dispatch.masked_sdpa import (
-    ADDRESS_ALIGNMENT,
-    SelectBackend,
-    chosen_backend,
-    is_unaligned,
-    readable,
-    scaled_dot_product_attention,
-    shares_heads,
-    start,
-    unexpanded,
-)
+from flashtune.core.problem import Bias, Causal, Dtype, Problem
+from flashtune.core.target import Target, find_target
+from flashtune.dispatch.sdpa_times import MATH, unfused_leads
 from flashtune.launch.launch import MIN_SCALE
 
+SelectBackend = Callable[..., str | None]
+# Programs replace the name in `torch.nn.functional` by functions that call flashtune.
+scaled_dot_product_attention = torch._C._nn.scaled_dot_product_attention
+# Names of SDPA's backends in records, by their numbers in `torch._fused_sdp_choice`.
+PEERS = {0: MATH, 1: "sdpa-flash", 2: "sdpa-efficient", 3: "sdpa-cudnn"}
+# Backends load this many bytes at once.
+ADDRESS_ALIGNMENT = 16
+# Largest number of float32 scores of calls with shared heads and gradients that SDPA's unfused path serves.
+# Measured at 10 shapes on an H200.
+FEW_GRADIENT_SCORES = 2**24
+# The GPU for which times of SDPA's backends in float32 are compared.
+MEASURED_TARGET = "nvidia-h200"
 # Time of the launch of a copy in ms, measured on an H200.
 COPY_MS = 0.0025
 
@@ -33,11 +35,8 @@ def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: Causal
     """
     # With a scale of 0, outputs are averages. 0 times the mask's -inf would be NaN.
     scale = scale or MIN_SCALE
+    k, v = seen_keys(q, k, v, causal)
     seqlen_q, seqlen_kv = q.shape[2], k.shape[2]
-    if causal is Causal.TOP_LEFT and seqlen_q < seqlen_kv:
-        # No query sees later keys.
-        k, v = k[:, :, :seqlen_q], v[:, :, :seqlen_q]
-        seqlen_kv = seqlen_q
     blind = max(0, seqlen_q - seqlen_kv) if causal is Causal.BOTTOM_RIGHT else 0
     if blind == seqlen_q and blind:
         # No row sees a key. The product keeps the output in autograd's graph.
@@ -58,6 +57,111 @@ def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: Causal
     return torch.cat([out.new_zeros(*out.shape[:2], blind, out.shape[3]), out], 2)
 
 
+def seen_keys(q: Tensor, k: Tensor, v: Tensor, causal: Causal) -> tuple[Tensor, Tensor]:
+    """Returns the keys and values without those after the last query of a top-left mask, which hides them."""
+    seqlen_q = q.shape[2]
+    if causal is Causal.TOP_LEFT and seqlen_q < k.shape[2]:
+        return k[:, :, :seqlen_q], v[:, :, :seqlen_q]
+    return k, v
+
+
+def shares_heads(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
+    """Whether SDPA gets fewer heads of keys than of queries. The mask is additive or boolean.
+
+    In float32 no fused backend takes them. The unfused path may still be faster than copies of heads and a
+    fused backend.
+    """
+    if q.shape[1] == k.shape[1]:
+        return False
+    if q.dtype is not torch.float32:
+        return True
+    if not torch.backends.cuda.math_sdp_enabled():
+        return False
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] <= FEW_GRADIENT_SCORES
+    sizes = (*q.shape, *k.shape[1:3])
+    # A compiled program must not be limited to the sizes that it was traced with.
+    if any(isinstance(size, torch.SymInt) for size in sizes):
+        return False
+    return _unfused_leads(*sizes, mask is not None, 0 if mask is None else _padded_bytes(mask))
+
+
+@functools.lru_cache(maxsize=8192)
+def _unfused_leads(
+    batch: int,
+    heads: int,
+    seqlen_q: int,
+    head_dim: int,
+    kv_heads: int,
+    seqlen_kv: int,
+    masked: bool,
+    padded_bytes: int,
+) -> bool:
+    problem = Problem(
+        dtype=Dtype.FP32,
+        head_dim=head_dim,
+        value_head_dim=head_dim,
+        heads=heads,
+        kv_heads=kv_heads,
+        batch=batch,
+        seqlen_q=seqlen_q,
+        seqlen_kv=seqlen_kv,
+        causal=Causal.NONE,
+        bias=Bias.ADDITIVE if masked else Bias.NONE,
+    )
+    return unfused_leads(problem, padded_bytes, find_target(MEASURED_TARGET))
+
+
+def _padded_bytes(mask: Tensor) -> int:
+    """Returns the bytes of an additive mask that SDPA's memory-efficient backend copies to align its rows."""
+    if mask.dtype is torch.bool or mask.shape[-1] * mask.element_size() % ADDRESS_ALIGNMENT == 0:
+        return 0
+    whole = unexpanded(mask)
+    return whole.numel() * whole.element_size()
+
+
+def readable(q: Tensor, k: Tensor, v: Tensor, shared: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns tensors that SDPA's backends can read: copies if unaligned, and of heads unless shared."""
+    if q.shape[1] != k.shape[1] and not shared:
+        k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], 1) for tensor in (k, v))
+    q, k, v = (
+        tensor.clone(memory_format=torch.contiguous_format) if is_unaligned(tensor) else tensor
+        for tensor in (q, k, v)
+    )
+    return q, k, v
+
+
+def is_unaligned(tensor: Tensor) -> bool:
+    """Whether the address or a stride of [batch, heads, seqlen, head_dim] is no multiple of 16 bytes.
+
+    Some backends need such addresses and strides and do not check them. With other strides, the outputs of
+    the cuDNN backend were wrong.
+    """
+    size = tensor.element_size()
+    if start(tensor) % ADDRESS_ALIGNMENT:
+        return True
+    steps = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
+    return any(extent > 1 and step * size % ADDRESS_ALIGNMENT for extent, step in steps)
+
+
+def start(tensor: Tensor) -> int:
+    """Returns the address of a tensor, or the offset of a tensor subclass, which may have no address."""
+    if type(tensor) is Tensor:
+        # Memory of other libraries may start at any address with an offset of 0.
+        return tensor.data_ptr()
+    # torch allocates at multiples of 256 bytes.
+    return int(tensor.storage_offset()) * tensor.element_size()
+
+
+def unexpanded(bias: Tensor) -> Tensor:
+    """Returns a bias in four dimensions. Expanded dimensions have size 1."""
+    bias = bias[(None,) * (4 - bias.dim())]
+    for dimension in range(3):
+        if bias.stride(dimension) == 0 and bias.shape[dimension] > 1:
+            bias = bias.narrow(dimension, 0, 1)
+    return bias
+
+
 def copies_ms(tensors: Iterable[Tensor], target: Target) -> float:
     """Returns the time of the copies of unaligned tensors that SDPA gets, in ms."""
     odd = [tensor for tensor in tensors if is_unaligned(tensor)]
@@ -75,29 +179,40 @@ def has_hidden_keys(problem: Problem) -> bool:
     return problem.causal is Causal.TOP_LEFT and problem.seqlen_q < problem.seqlen_kv
 
 
+def chosen_backend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, shared: bool | None = None
+) -> str | None:
+    """Returns the name of the backend that SDPA selects for a call, or None if it has none.
+
+    `shared` is the result of `shares_heads`, by default for this call.
+    """
+    if q.shape[1] != k.shape[1] and not (shares_heads(q, k, v, mask) if shared is None else shared):
+        k, v = (tensor[:, :1].expand(-1, q.shape[1], -1, -1) for tensor in (k, v))
+    # torch has no public function for this.
+    choice = torch._fused_sdp_choice(  # pyright: ignore[reportPrivateImportUsage]
+        q, k, v, mask, 0.0, causal, scale=None, enable_gqa=q.shape[1] != k.shape[1]
+    )
+    return PEERS.get(int(choice))
+
+
 def default_backend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    problem: Problem,
+    causal: Causal,
     bias: Tensor | None = None,
     select: SelectBackend = chosen_backend,
 ) -> str | None:
     """Returns the baseline that SDPA selects, or None if it was not measured in the way SDPA would use it.
 
-    It was not measured for causal masks with different lengths. SDPA gets copies
-    of tensors whose addresses or strides are not multiples of 16 bytes. Their time is added by `copies_ms`.
-    Tensors are [batch, heads, seqlen, head_dim]. The bias is additive, or a boolean mask. `select` returns
-    the backend, as `chosen_backend`.
+    It was not measured for causal masks with different lengths. SDPA gets copies of tensors whose addresses
+    or strides are not multiples of 16 bytes. Their time is added by `copies_ms`. Tensors are [batch, heads,
+    seqlen, head_dim], without keys that no query sees. The bias is additive, or a boolean mask. `select`
+    returns the backend, as `chosen_backend`.
     """
-    if bias is None and has_hidden_keys(problem):
-        # `sdpa_attention` leaves them out.
-        seqlen = problem.seqlen_q
-        problem = msgspec.structs.replace(problem, seqlen_kv=seqlen)
-        k, v = k[:, :, :seqlen], v[:, :, :seqlen]
-    causal = problem.causal is not Causal.NONE and bias is None
-    if causal and problem.seqlen_q != problem.seqlen_kv:
+    is_causal = causal is not Causal.NONE and bias is None
+    if is_causal and q.shape[2] != k.shape[2]:
         return None
     if bias is not None and bias.dtype is not torch.bool and start(bias) % ADDRESS_ALIGNMENT:
         return None
-    return select(q, k, v, None if bias is None else unexpanded(bias), causal)
+    return select(q, k, v, None if bias is None else unexpanded(bias), is_causal)

@@ -1,6 +1,5 @@
 """The installed versions of flashtune, torch, Triton and the driver, under which records are valid."""
 
-import functools
 from pathlib import Path
 
 from flashtune.core import VERSION
@@ -15,7 +14,6 @@ HOPPER = 90
 NO_DRIVER = "none"
 
 
-@functools.cache
 def current_versions(family_name: str) -> Versions:
     """Returns the installed versions for a record of this family."""
     return Versions(

@@ -1,5 +1,6 @@
 """Imports of the libraries that use flashtune, with one error for all versions that do not fit."""
 
+import functools
 import importlib
 import re
 from types import ModuleType
@@ -55,6 +56,16 @@ def host_attribute(module: str, name: str, least: str, below: str | None = None)
     except AttributeError as error:
         package = module.partition(".")[0]
         raise _too_new(package, installed_version(package), f"{module}.{name}", least) from error
+
+
+@functools.cache
+def host_subclass(name: str, own: type, module: str, base_name: str, least: str) -> Any:
+    """Returns a class with the methods of `own` that extends a class of another library, made once.
+
+    `module`, `base_name` and `least` are the arguments of `host_attribute`.
+    """
+    base = host_attribute(module, base_name, least)
+    return type(base)(name, (own, base), {"__module__": own.__module__})
 
 
 def _too_new(package: str, version: str, missing: str | None, least: str) -> UsageError:

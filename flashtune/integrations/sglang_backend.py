@@ -3,7 +3,6 @@
 `ServingBackend` has no base class. Its subclass that extends SGLang's is made when it is first used.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from flashtune.core.errors import UsageError
 from flashtune.core.problem import PAGE_SIZES
-from flashtune.integrations.host_library import host_attribute
+from flashtune.integrations.host_library import host_attribute, host_subclass
 from flashtune.integrations.paged_batch import (
     PagedBatch,
     cache_call,
@@ -35,11 +34,10 @@ RadixAttention = Any
 BOTH_WAYS = ("encoder_only", "decoder_bidirectional")
 
 
-@functools.cache
 def backend_class() -> Any:
     """Returns the subclass that extends SGLang's class."""
-    base = host_attribute("sglang.srt.layers.attention.base_attn_backend", "AttentionBackend", LEAST)
-    return type(base)("Backend", (ServingBackend, base), {"__module__": __name__})
+    module = "sglang.srt.layers.attention.base_attn_backend"
+    return host_subclass("Backend", ServingBackend, module, "AttentionBackend", LEAST)
 
 
 def make_backend(runner: ModelRunner) -> Any:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections import deque
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -24,7 +23,6 @@ from torch.nn import attention as torch_attention
 
 from flashtune.core.arguments import kind_of, shown
 from flashtune.core.errors import UsageError
-from flashtune.core.locks import ModuleLock
 from flashtune.integrations.flash_operators import (
     CudnnBackward,
     CudnnForward,
@@ -68,14 +66,6 @@ BACKWARD: tuple[BackwardOperator, ...] = (DenseBackward(CUDNN), DenseBackward(EF
 FLASH_FORWARD: tuple[ForwardOperator, ...] = (FlashForward(), FlashForwardInto())
 FLASH_BACKWARD: tuple[BackwardOperator, ...] = (FlashBackward(),)
 
-# The number of removed sets of overrides whose kernels stay in memory.
-KEPT = 192
-
-_changing = ModuleLock()
-# Another thread may have looked a kernel up and wait for Python's lock before it calls it. torch would have
-# freed the kernel by then.
-_removed: deque[list[Any]] = deque(maxlen=KEPT)
-
 
 class Overrides:
     """Registered overrides of operators, which `remove` takes away."""
@@ -118,7 +108,7 @@ class Overrides:
             except RuntimeError as failure:
                 if INVALID not in str(failure):
                     raise
-            with _changing:
+            with SESSION.changing:
                 if current is kernel:
                     current = self._renewed(name)
             return current(*args, **options)
@@ -152,7 +142,7 @@ class Overrides:
 
     def remove(self) -> None:
         """Restores torch's operators."""
-        _removed.append(self._kernels)
+        SESSION.removed_kernels.append(self._kernels)
         # The kernels refer to this object, through objects that Python's collector does not see.
         self._kernels = []
         self._libraries.clear()
@@ -254,7 +244,7 @@ def activate(*, names: str | Sequence[str] = NAME) -> Activation:
         UsageError: torch is too old or has no attention operators for GPUs, or a name is not known.
     """
     global _dense, _names
-    with _changing:
+    with SESSION.changing:
         if _dense is not None:
             return Activation(began=False)
         if not (
@@ -281,7 +271,7 @@ def deactivate() -> None:
     torch does not guard its table of operators against calls of other threads. Let them finish first.
     """
     global _dense, _names
-    with _changing:
+    with SESSION.changing:
         if _dense is None or _names is None:
             return
         dense, names = _dense, _names

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
-from flashtune.dispatch.masked_sdpa import chosen_backend
+from flashtune.dispatch.sdpa import chosen_backend
 from flashtune.dispatch.sdpa_times import MATH
 from flashtune.integrations import transformers_masks as masks
 from flashtune.integrations.transformers_masks import Structure

@@ -7,7 +7,6 @@ The classes here have no base classes. Their subclasses that extend vLLM's are m
 # ruff: noqa: ARG002, ARG003, ARG004
 
 import copy
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -18,7 +17,7 @@ from torch import Tensor
 from flashtune.core.canonical import rounded_up
 from flashtune.core.errors import ProblemError
 from flashtune.core.problem import MAX_HEAD_DIM, PAGE_SIZES
-from flashtune.integrations.host_library import host_attribute
+from flashtune.integrations.host_library import host_attribute, host_subclass
 from flashtune.integrations.paged_batch import (
     PagedBatch,
     cache_call,
@@ -54,17 +53,15 @@ ENCODERS = ("encoder", "encoder_only")
 ATTENTION_TYPES = (DECODER, *ENCODERS, "encoder_decoder")
 
 
-@functools.cache
 def host_classes() -> dict[str, Any]:
     """Returns the subclasses that extend vLLM's classes, by name."""
-    host = functools.partial(host_attribute, "vllm.v1.attention.backend", least=LEAST)
-    bases = {
-        "Backend": (Configurations, host("AttentionBackend")),
-        "Builder": (BatchBuilder, host("AttentionMetadataBuilder")),
-        "Impl": (LayerAttention, host("AttentionImpl")),
+    module = "vllm.v1.attention.backend"
+    made = {
+        "Backend": host_subclass("Backend", Configurations, module, "AttentionBackend", LEAST),
+        "Builder": host_subclass("Builder", BatchBuilder, module, "AttentionMetadataBuilder", LEAST),
+        "Impl": host_subclass("Impl", LayerAttention, module, "AttentionImpl", LEAST),
     }
-    made = {name: type(pair[1])(name, pair, {"__module__": __name__}) for name, pair in bases.items()}
-    made["Builder"]._cudagraph_support = host("AttentionCGSupport").ALWAYS
+    made["Builder"]._cudagraph_support = host_attribute(module, "AttentionCGSupport", LEAST).ALWAYS
     return made
 
 
@@ -112,8 +109,15 @@ class Configurations:
         """Returns True: learned logits per head are supported."""
         return True
 
-    # Fp8 caches may have one scale per KV head.
-    supports_sliding_window = supports_per_head_quant_scales = supports_sink
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        """Returns True: sliding windows are supported."""
+        return True
+
+    @classmethod
+    def supports_per_head_quant_scales(cls) -> bool:
+        """Returns True: fp8 caches may have one scale per KV head."""
+        return True
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:

@@ -13,7 +13,6 @@ import importlib.util
 import io
 import linecache
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from flashtune.core.errors import KernelError, MachineError
 from flashtune.core.files import read_own, replace_file
+from flashtune.core.locks import ModuleLock
 from flashtune.core.machine import KERNELS, cache_folder, machine_errors, unwritable
 
 if TYPE_CHECKING:
@@ -39,9 +39,8 @@ NO_STAGE = "none"
 # Many times the size of a kernel's source.
 MAX_SOURCE_BYTES = 4 * 1024 * 1024
 
-_LOADING = threading.Lock()
-
-_launching = threading.Lock()
+# Held while a rendered file is imported, and while the interpreter runs a kernel.
+_lock = ModuleLock()
 
 
 def kernel_folder() -> Path:
@@ -52,7 +51,7 @@ def kernel_folder() -> Path:
 def load_module(kernel: Kernel) -> ModuleType:
     """Returns the rendered source as a module, and leaves a copy of the source in the kernel cache."""
     name = f"flashtune_kernel_{kernel.digest}"
-    with _LOADING:
+    with _lock:
         if name in sys.modules:
             return sys.modules[name]
         path = kernel_folder() / f"{kernel.family}_{kernel.digest}.py"
@@ -202,7 +201,7 @@ def launching() -> Iterator[None]:
     """
     from triton.runtime import interpreter
 
-    with _launching:
+    with _lock:
         builder = interpreter.interpreter_builder
         options, replace = builder.options, interpreter._patch_lang
         seen: set[int] = set()

@@ -82,5 +82,6 @@ class Binaries:
                 binary = type(error)(str(error))
             self._binaries[key] = binary
         if isinstance(binary, KernelError):
-            raise binary
+            # A copy, for the same reason.
+            raise type(binary)(str(binary))
         return binary

@@ -11,7 +11,6 @@ one file. Each merges its counts under a lock on a second file, and replaces the
 import atexit
 import functools
 import os
-import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, ParamSpec, TypeVar
@@ -21,6 +20,7 @@ import msgspec
 from flashtune.core.errors import UsageError
 from flashtune.core.files import alone_with, read_bounded, replace_file
 from flashtune.core.kernel import Specialization
+from flashtune.core.locks import ModuleLock
 from flashtune.core.machine import RECORD_VARIABLE, user_path, variable
 from flashtune.core.notices import warn_once
 from flashtune.core.problem import Problem
@@ -116,8 +116,8 @@ class Tally:
 
     __slots__ = ("_lock", "calls")
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
+    def __init__(self, lock: ModuleLock) -> None:
+        self._lock = lock
         self.calls = 0
 
     def count(self) -> None:
@@ -132,7 +132,7 @@ class Recording:
     def __init__(self, path: Path) -> None:
         known_counts(path)
         self._path = path
-        self._lock = threading.Lock()
+        self._lock = ModuleLock()
         self._tallies: dict[tuple[Problem, Specialization], Tally] = {}
         # A forked child has its parent's counts, and the parent writes them.
         self._process = os.getpid()
@@ -142,8 +142,8 @@ class Recording:
         with self._lock:
             key = problem, specialization
             if key not in self._tallies and len(self._tallies) >= MAX_LINES:
-                return Tally()
-            return self._tallies.setdefault(key, Tally())
+                return Tally(self._lock)
+            return self._tallies.setdefault(key, Tally(self._lock))
 
     def write(self) -> None:
         """Merges the counts into the file."""

@@ -4,12 +4,11 @@ There is one float32 scale for each sequence and head. The value of a tensor is 
 scale.
 """
 
-import functools
-
 import torch
 from torch import Tensor
 
 from flashtune.core.arguments import MAX_TOKENS, kind_of, read_scale, shown
+from flashtune.core.constant_tensors import constants
 from flashtune.core.errors import ProblemError
 from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.layouts import WIDE_FLOATS
@@ -106,13 +105,5 @@ def check_scales(problem: Problem, device: torch.device, scales: ExtraInputs) ->
 
 def unit_scales(q: Tensor) -> Tensor:
     """Returns ones as the scales of a call without scales: at least one for each head."""
-    return cached_ones(1 << (q.shape[0] * q.shape[1] - 1).bit_length(), q.device)
-
-
-@functools.cache
-def cached_ones(count: int, device: torch.device) -> Tensor:
-    """Returns ones. Any stream may read them at once, because the copy from the host is synchronous.
-
-    The cache never releases them, because a CUDA graph may outlive the launch that it captured.
-    """
-    return torch.ones(count, dtype=torch.float32).to(device)
+    count = 1 << (q.shape[0] * q.shape[1] - 1).bit_length()
+    return constants((1.0,), count, torch.float32, q.device)[0]

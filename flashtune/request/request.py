@@ -33,7 +33,7 @@ class Request(msgspec.Struct, frozen=True):
 
     # The problem. With varlen sequences and pages, its numbers of tokens are rounded up.
     problem: Problem
-    device: torch.device  # The device of the tensors.
+    device: torch.device
     layout: Layout  # The order of the dimensions of q and the output.
     return_lse: bool  # Whether to return the log-sum-exp.
     prefer: Prefer  # Whether SDPA may serve.
@@ -77,6 +77,11 @@ class Request(msgspec.Struct, frozen=True):
     def out_dtype(self) -> torch.dtype:
         """Element type of the output."""
         return torch.float64 if self.is_double else TORCH_DTYPES[self.problem.out_dtype]
+
+    @property
+    def out_like(self) -> Tensor:
+        """A meta tensor with the shape, strides and type of the output."""
+        return torch.empty(self.out_shape, dtype=self.out_dtype, device="meta")
 
     @property
     def lse_dtype(self) -> torch.dtype:

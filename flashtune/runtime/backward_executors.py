@@ -120,7 +120,7 @@ class BoundBackward:
 
     def bind_usual(self, bound: BoundRequest) -> None:
         """Binds the kernel to a gradient with the strides of the output."""
-        out = torch.empty(self._request.out_shape, dtype=self._request.out_dtype, device="meta")
+        out = self._request.out_like
         self._launches[_strides(*bound.tensors, out, out, bound.side)] = self._bind(bound, out, out)
 
     def _bind(self, bound: BoundRequest, out: Tensor, dout: Tensor) -> Bound | None:

@@ -153,7 +153,8 @@ def _compute(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *value
             served = counted(served, SESSION.recordings, request.backward, bound.backward_properties)
         return with_side(served, request.layout, DIFFERENTIABLE_SIDE)
 
-    key = NAME, call.options.deterministic, *call_key(call)
+    # `keys_of_any_address` counts positions from the start.
+    key = *call_key(call), NAME, call.options.deterministic
     executor = SESSION.prepared(key, call, make, needs_grad=True)
     served = unsigned(call)
     gradients = executor(BackwardInputs(*served[:3], out, lse, dout, dlse, served.scale, served.side))

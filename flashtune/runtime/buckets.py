@@ -23,8 +23,7 @@ from flashtune.launch.compiler_process import CompilerProcess
 from flashtune.request.request import Executor, Request
 from flashtune.runtime.gradients import BackwardExecutor
 from flashtune.runtime.kernel_loader import KernelLoader, LoadedKernel
-from flashtune.runtime.passes import Pass, clearer_of, joined, passes_of
-from flashtune.runtime.prepare import prepared
+from flashtune.runtime.passes import Pass, clearer_of, joined, passes_of, prepared
 from flashtune.runtime.value_checks import with_checks
 from flashtune.templates.family import unsupported_reason
 from flashtune.templates.registry import find_family
@@ -57,11 +56,15 @@ class BucketKey(NamedTuple):
     @property
     def passes(self) -> tuple[KernelKey, ...]:
         """The passes of the request."""
-        problems = self.request.problem, self.request.backward
-        return tuple(
-            KernelKey(problem, needed, self.request.prefer, self.request.device)
-            for problem, needed in zip(problems, self.properties, strict=False)
-        )
+        return _passes(self.request, self.properties)
+
+
+def _passes(request: Request, properties: tuple[Specialization, ...]) -> tuple[KernelKey, ...]:
+    problems = request.problem, request.backward
+    return tuple(
+        KernelKey(problem, assumed, request.prefer, request.device)
+        for problem, assumed in zip(problems, properties, strict=False)
+    )
 
 
 class TunedDevice:
@@ -126,10 +129,10 @@ class Entry:
     @property
     def has_best_tensors(self) -> bool:
         """Whether kernels may assume the most of the tensors."""
-        assumed = (
-            msgspec.structs.replace(one, lse=False, constant_bias=msgspec.UNSET) for one in self.properties
+        return all(
+            msgspec.structs.replace(assumed, lse=False, constant_bias=msgspec.UNSET) == BEST_TENSORS
+            for assumed in self.properties
         )
-        return all(one == BEST_TENSORS for one in assumed)
 
 
 # The entry of all calls that no kernel computes.
@@ -173,19 +176,19 @@ def bound_passes(
 ) -> Passes | None:
     """Returns the executors of loaded kernels for a call's strides, or None if one cannot compute it."""
     request = bound.request
-    problems = request.problem, request.backward
-    passes = passes_of(bound, loader)
-    executors = [_executor(*of_pass) for of_pass in zip(passes, problems, properties, choices, strict=False)]
+    # The properties are part of the key of the call, so they are not computed again.
+    bound.passes = _passes(request, properties)
+    executors = [_executor(*pair) for pair in zip(passes_of(bound, loader), choices, strict=True)]
     if None in executors:
         return None
-    executor = with_checks(joined(executors, bound), request)
+    executor = with_checks(joined(executors, bound), request, bound.platform)
     return Passes(executors[0], executors[1] if request.needs_grad else None, executor)
 
 
-def _executor(pass_: Pass[Any], problem: Problem, needed: Specialization, choice: Choice) -> Any:
+def _executor(pass_: Pass[Any], choice: Choice) -> Any:
     if isinstance(choice, Decision):
         return pass_.interpret(choice)
-    family = find_family(choice.kernel.family)
-    if unsupported_reason(family, problem, choice.target, needed) is not None:
+    family, key = find_family(choice.kernel.family), pass_.key
+    if unsupported_reason(family, key.problem, choice.target, key.specialization) is not None:
         return None
     return pass_.bind(choice)

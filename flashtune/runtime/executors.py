@@ -19,8 +19,8 @@ from flashtune.core.problem import Dtype
 from flashtune.dispatch.bound_request import BoundRequest
 from flashtune.dispatch.decision import Backend, Decision
 from flashtune.dispatch.lookup import default_selection
-from flashtune.dispatch.masked_sdpa import SelectBackend, masked_attention
-from flashtune.dispatch.sdpa import default_backend, sdpa_attention
+from flashtune.dispatch.masked_sdpa import masked_attention
+from flashtune.dispatch.sdpa import SelectBackend, default_backend, sdpa_attention
 from flashtune.launch.binding import bind
 from flashtune.launch.kernel_cache import kernel_of
 from flashtune.launch.launch import Launch
@@ -44,7 +44,7 @@ def launcher(
     default_scale = request.default_scale
     if request.problem.dtype.is_quantized:
         return functools.partial(_quantized, launch, request)
-    out_like = torch.empty(request.out_shape, dtype=q.dtype, device="meta")
+    out_like = request.out_like
     new_out = allocator(out_like, q.device)
     lse_like = torch.empty(request.lse_shape, dtype=torch.float32, device="meta")
     new_lse = allocator(lse_like, q.device) if request.return_lse else None
@@ -239,7 +239,7 @@ def masked_executor(request: Request, backend: str | None, select: SelectBackend
         assert side.bias is not None
         views = request.views(q, k, v)
         # torch's settings may have changed since the executor was made.
-        if default_backend(*views, problem, side.bias, select) != backend:
+        if default_backend(*views, problem.causal, side.bias, select) != backend:
             return standard(q, k, v, scale, side)
         with types_as_given(q):
             factor = default_scale if scale is None else scale

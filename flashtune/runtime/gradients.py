@@ -11,9 +11,9 @@ from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
 class BackwardInputs(NamedTuple):
     """The inputs of the backward pass of a call, in the call's layout."""
 
-    q: Tensor  # Queries.
-    k: Tensor  # Keys.
-    v: Tensor  # Values.
+    q: Tensor
+    k: Tensor
+    v: Tensor
     out: Tensor
     lse: Tensor
     dout: Tensor  # The gradient of the output.

@@ -10,13 +10,13 @@ from flashtune.core.kernel import Kernel, Specialization
 from flashtune.core.record import Record, Selection
 from flashtune.core.target import Target
 from flashtune.dispatch.bound_request import KernelKey
-from flashtune.dispatch.lookup import proven_by
 from flashtune.launch.binding import Binary, bind
+from flashtune.launch.compilation import is_compiled
 from flashtune.launch.compiler_process import CompilerProcess
 from flashtune.launch.kernel_cache import Binaries, kernel_of
 from flashtune.runtime.self_check import SelfChecks
 
-# Maximum number of cached kernels of calls with features, which are a few for each kind of model and batch.
+# Maximum number of cached kernels: rendered ones, and those of calls with features. A model has a few.
 KERNELS_LIMIT = 1024
 
 
@@ -36,7 +36,7 @@ class KernelLoader:
     def __init__(self, checks: SelfChecks | None = None) -> None:
         self.checks = checks or SelfChecks()
         self.binaries = Binaries()
-        # The kernels that another process rendered.
+        # Rendered kernels, which calls of other lengths share.
         self.rendered: dict[tuple[object, ...], Kernel] = {}
         # The kernels of calls with features. Numbers of packed tokens are often new.
         self.loaded: dict[KernelKey, LoadedKernel] = {}
@@ -45,9 +45,8 @@ class KernelLoader:
         """Returns the loaded kernel of a selection, after a self-check unless a receipt covers it."""
         record = selection.record
         assert record.config is not None
-        kernel = self.rendered.get(_computation(record, key.specialization))
-        kernel = kernel or kernel_of(record, key.specialization)
-        if proven_by(selection, kernel.digest):
+        kernel = self.kernel_of(record, key.specialization, target)
+        if selection.proves(kernel.digest):
             return LoadedKernel(kernel, target, self.binaries.of(kernel, target, key.device))
         problem = msgspec.structs.replace(key.problem, causal=record.problem.causal)
         with self.checks.preloading(kernel, problem, record.config, target, key.device):
@@ -58,15 +57,25 @@ class KernelLoader:
             )
         return LoadedKernel(kernel, target, binary)
 
+    def kernel_of(self, record: Record, specialization: Specialization, target: Target) -> Kernel:
+        """Returns the kernel of a record, which is rendered once."""
+        key = _computation(record, specialization, target)
+        kernel = self.rendered.get(key)
+        if kernel is None:
+            kernel = kernel_of(record, specialization)
+            keep(self.rendered, key, kernel, KERNELS_LIMIT)
+        return kernel
+
     def compile_apart(
         self, compiler: CompilerProcess, record: Record, specialization: Specialization, target: Target
     ) -> None:
-        """Lets another process render and compile the kernel of a record, if none has yet."""
-        key = _computation(record, specialization)
-        if key not in self.rendered:
+        """Lets another process render and compile the kernel of a record, unless Triton's cache has it."""
+        key = _computation(record, specialization, target)
+        kernel = self.rendered.get(key)
+        if kernel is None or not all(is_compiled(part, target) for part in kernel.parts):
             kernel = compiler.prepared(record, specialization, target)
             if kernel is not None:
-                keep(self.rendered, key, kernel)
+                keep(self.rendered, key, kernel, KERNELS_LIMIT)
 
     def remember(self, key: KernelKey, kernel: LoadedKernel) -> None:
         """Caches the kernel of a call with features, for later calls with the same key."""
@@ -74,6 +83,6 @@ class KernelLoader:
             keep(self.loaded, key, kernel, KERNELS_LIMIT)
 
 
-def _computation(record: Record, specialization: Specialization) -> tuple[object, ...]:
-    """Returns all on which the source of a record's kernel depends."""
-    return record.family, record.problem.computation, record.config, specialization
+def _computation(record: Record, specialization: Specialization, target: Target) -> tuple[object, ...]:
+    """Returns all on which the source and the binary of a record's kernel depend."""
+    return record.family, record.problem.computation, record.config, specialization, target

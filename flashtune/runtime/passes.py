@@ -1,15 +1,23 @@
-"""The passes of a request: how their kernels are bound to its tensors, and how both become one executor."""
+"""The passes of a request: how their kernels are prepared and bound to its tensors.
+
+A pass uses the kernel of its decision, or a fallback if that kernel fails. The executors of both passes
+become one.
+"""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
-import torch
-
+from flashtune.core.errors import KernelError, VerificationError
+from flashtune.core.notices import search_command, warn_once
+from flashtune.core.problem import Problem
+from flashtune.core.record import Selection
 from flashtune.core.target import Target
 from flashtune.dispatch.bound_request import BoundRequest, KernelKey
-from flashtune.dispatch.decision import Decision
-from flashtune.request.request import Executor, Request
+from flashtune.dispatch.decision import Backend, Decision
+from flashtune.dispatch.lookup import default_selections, nearest_selection
+from flashtune.dispatch.nearest import is_far
+from flashtune.request.request import Executor, Prefer, Request
 from flashtune.runtime.autograd import Pair, ServeAll, differentiable, with_side
 from flashtune.runtime.backward_executors import BoundBackward, interpreted_backward
 from flashtune.runtime.executors import clear_tail_on_cpu, interpreted, launcher, with_copies
@@ -23,7 +31,7 @@ class Pass(NamedTuple, Generic[Usable]):
     """One pass of a request, with the functions that make its executors."""
 
     loader: KernelLoader
-    key: KernelKey  # Of its kernel.
+    key: KernelKey
     # Returns the executor of a kernel, bound to the strides of the call.
     bind: Callable[[LoadedKernel], Usable]
     # Returns the executor of a decision for Triton's interpreter.
@@ -78,8 +86,7 @@ def clearer_of(request: Request, sequences: int, target: Target) -> Callable[...
         return clear_tail_on_cpu
     from flashtune.launch.packed_tail import tail_clearer
 
-    out = torch.empty(request.out_shape, dtype=request.out_dtype, device="meta")
-    return tail_clearer(out, request.return_lse, sequences, target, request.device)
+    return tail_clearer(request.out_like, request.return_lse, sequences, target, request.device)
 
 
 def backward_pass(bound: BoundRequest, loader: KernelLoader) -> Pass[BackwardExecutor]:
@@ -97,3 +104,64 @@ def backward_pass(bound: BoundRequest, loader: KernelLoader) -> Pass[BackwardExe
         bound_kernel,
         lambda decision: functools.partial(interpreted_backward, decision, request),
     )
+
+
+def prepared(decision: Decision, pass_: Pass[Usable]) -> Usable:
+    """Returns the executor of a decision's generated kernel or of its fallback, in one pass.
+
+    Warns of fallbacks. If no kernel is usable, the first error is raised.
+    """
+    if decision.backend is Backend.INTERPRETER:
+        return pass_.interpret(decision)
+    key, target = pass_.key, decision.target
+    assert decision.selection is not None
+    assert target is not None
+    failure: KernelError | VerificationError | None = None
+    for selection, name in _candidates(decision.selection, target, key):
+        try:
+            kernel = pass_.loader.load(selection, target, key)
+            executor = pass_.bind(kernel)
+        except (KernelError, VerificationError) as error:
+            # Report the first failure only. Another kernel may still work.
+            failure = failure or error
+            continue
+        pass_.loader.remember(key, kernel)
+        if failure is None:
+            _warn_of_fallback(selection, key.problem)
+        else:
+            warn_of_failure(failure, name, key.problem)
+        return executor
+    assert failure is not None
+    raise failure
+
+
+def _candidates(selection: Selection, target: Target, key: KernelKey) -> Iterator[tuple[Selection, str]]:
+    """Yields the selection of a decision and its fallbacks, each with a name for the warning."""
+    yield selection, "the selected config"
+    tuned = nearest_selection(selection)
+    if tuned is not None:
+        yield tuned, "the config of the nearest tuned shape"
+    if key.prefer is Prefer.GENERATED:
+        for default in default_selections(key.problem, target, key.specialization):
+            if default != selection:
+                yield default, "a default config"
+
+
+def _warn_of_fallback(selection: Selection, problem: Problem) -> None:
+    near = selection.measured.problem
+    if selection.source == "default":
+        what = f"nothing like {problem.key} is tuned for this GPU, so a default config serves"
+    elif (near.head_dim, near.value_head_dim) != (problem.head_dim, problem.value_head_dim):
+        what = f"{problem.key} is not tuned here and its nearest, {near.key}, has other head dims"
+    elif selection.source == "estimated" and is_far(near, problem):
+        what = f"{problem.key} is not tuned here and its nearest, {near.key}, is far"
+    else:
+        return
+    # Warn once for each pass.
+    warn_once(f"untuned {problem.direction}", f"{what}: run {search_command(problem)}")
+
+
+def warn_of_failure(failure: Exception, instead: str, problem: Problem) -> None:
+    """Warns that a fallback replaces the selection."""
+    # The key is constant, because a program with ever new lengths would otherwise repeat the warning.
+    warn_once("failed", f"{failure}, so {instead} serves: run {search_command(problem)}")

@@ -6,20 +6,14 @@ therefore never uses a kernel that fails.
 """
 
 import functools
-from collections.abc import Iterator
 
 import msgspec
 
 from flashtune.core.errors import KernelError, VerificationError
-from flashtune.core.notices import search_command, warn_once
-from flashtune.core.problem import Problem
-from flashtune.core.record import Selection
-from flashtune.core.target import Target
-from flashtune.dispatch.bound_request import BoundRequest, KernelKey
-from flashtune.dispatch.decision import Backend, Decision, baseline, choose
-from flashtune.dispatch.lookup import default_selections, nearest_selection
+from flashtune.core.notices import warn_once
+from flashtune.dispatch.bound_request import BoundRequest
+from flashtune.dispatch.decision import Backend, Decision, baseline, check_supported, choose
 from flashtune.dispatch.masked_sdpa import sdpa_allowed
-from flashtune.dispatch.nearest import is_far
 from flashtune.request.request import Executor, Prefer, Request
 from flashtune.runtime.backward_executors import recomputed
 from flashtune.runtime.executors import (
@@ -33,7 +27,7 @@ from flashtune.runtime.executors import (
 )
 from flashtune.runtime.gradients import BackwardExecutor
 from flashtune.runtime.kernel_loader import KernelLoader
-from flashtune.runtime.passes import Pass, Usable, backward_pass, joined, passes_of
+from flashtune.runtime.passes import backward_pass, joined, passes_of, prepared, warn_of_failure
 
 
 def prepare(bound: BoundRequest, loader: KernelLoader) -> Executor:
@@ -111,71 +105,11 @@ def baseline_of(decision: Decision, request: Request) -> Executor:
     return baseline_executor(decision.backend, request)
 
 
-def prepared(decision: Decision, pass_: Pass[Usable]) -> Usable:
-    """Returns the executor of a decision's generated kernel or of its fallback, in one pass.
-
-    Warns of fallbacks. If no kernel is usable, the first error is raised.
-    """
-    if decision.backend is Backend.INTERPRETER:
-        return pass_.interpret(decision)
-    key, target = pass_.key, decision.target
-    assert decision.selection is not None
-    assert target is not None
-    failure: KernelError | VerificationError | None = None
-    for selection, name in _candidates(decision.selection, target, key):
-        try:
-            kernel = pass_.loader.load(selection, target, key)
-            executor = pass_.bind(kernel)
-        except (KernelError, VerificationError) as error:
-            # Report the first failure only. Another kernel may still work.
-            failure = failure or error
-            continue
-        pass_.loader.remember(key, kernel)
-        if failure is None:
-            _warn_of_fallback(selection, key.problem)
-        else:
-            warn_of_failure(failure, name, key.problem)
-        return executor
-    assert failure is not None
-    raise failure
-
-
-def _candidates(selection: Selection, target: Target, key: KernelKey) -> Iterator[tuple[Selection, str]]:
-    """Yields the selection of a decision and its fallbacks, each with a name for the warning."""
-    yield selection, "the selected config"
-    tuned = nearest_selection(selection)
-    if tuned is not None:
-        yield tuned, "the config of the nearest tuned shape"
-    if key.prefer is Prefer.GENERATED:
-        for default in default_selections(key.problem, target, key.specialization):
-            if default != selection:
-                yield default, "a default config"
-
-
-def _warn_of_fallback(selection: Selection, problem: Problem) -> None:
-    near = selection.measured.problem
-    if selection.source == "default":
-        what = f"nothing like {problem.key} is tuned for this GPU, so a default config serves"
-    elif (near.head_dim, near.value_head_dim) != (problem.head_dim, problem.value_head_dim):
-        what = f"{problem.key} is not tuned here and its nearest, {near.key}, has other head dims"
-    elif selection.source == "estimated" and is_far(near, problem):
-        what = f"{problem.key} is not tuned here and its nearest, {near.key}, is far"
-    else:
-        return
-    # Warn once for each pass.
-    warn_once(f"untuned {problem.direction}", f"{what}: run {search_command(problem)}")
-
-
-def warn_of_failure(failure: Exception, instead: str, problem: Problem) -> None:
-    """Warns that a fallback replaces the selection."""
-    # The key is constant, because a program with ever new lengths would otherwise repeat the warning.
-    warn_once("failed", f"{failure}, so {instead} serves: run {search_command(problem)}")
-
-
 def prepare_alone(bound: BoundRequest, loader: KernelLoader) -> BackwardExecutor:
     """Returns the executor of a backward operator. Its forward pass has run, so a baseline cannot serve."""
     request = bound.request
     if request.is_empty or request.is_double:
+        check_supported(bound)
         return recomputed(request)
     pass_ = backward_pass(bound, loader)
     executor = pass_.known()

@@ -14,8 +14,10 @@ import functools
 import importlib
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ import torch
 from flashtune.core.arguments import MAX_FLOAT32
 from flashtune.core.caches import keep
 from flashtune.core.errors import FlashtuneError, KernelError, ProblemError, VerificationError
+from flashtune.core.locks import ModuleLock
 from flashtune.core.notices import warn_once
 from flashtune.core.problem import Problem
 from flashtune.dispatch.bound_request import BoundRequest
@@ -49,7 +52,8 @@ from flashtune.runtime.buckets import (
 )
 from flashtune.runtime.call_key import call_key, is_negated, keys_of_any_address
 from flashtune.runtime.kernel_loader import KernelLoader
-from flashtune.runtime.prepare import prepare, warn_of_failure
+from flashtune.runtime.passes import warn_of_failure
+from flashtune.runtime.prepare import prepare
 from flashtune.runtime.value_checks import with_checks
 from flashtune.templates.registry import families
 
@@ -58,6 +62,8 @@ Key = tuple[object, ...]
 
 # Calls beyond this number of unprepared buckets do not add another one.
 QUEUE_LIMIT = 64
+# The number of removed sets of overrides whose kernels stay in memory.
+KEPT_KERNELS = 192
 # In warnings.
 REPLACED = "the replaced operator"
 
@@ -85,9 +91,11 @@ class Session:
         # The present recordings of calls.
         self.recordings: list[Recording] = []
         # Held while a call that waits is prepared, so that threads compile its kernels once.
-        self.preparing = threading.RLock()
+        self.preparing = ModuleLock()
         # Held for moments, to add kinds of calls that do not wait.
-        self.adding = threading.RLock()
+        self.adding = ModuleLock()
+        # Held while functions of other libraries are replaced or restored.
+        self.changing = ModuleLock()
         # The executors of calls that wait.
         self.executors: dict[Key, Callable[..., Any]] = {}
         # The kinds of calls that do not wait, and their kernels.
@@ -105,6 +113,11 @@ class Session:
         self.operators: dict[str, tuple[dict[Key, bool], dict[Key, Any]]] = {}
         # Properties of layers of transformers that are not served.
         self.refused_jobs: dict[Key, bool] = {}
+        # The kernels of removed overrides. Another thread may have looked one up and wait for Python's lock
+        # before it calls it. torch would have freed the kernel by then.
+        self.removed_kernels: deque[list[Any]] = deque(maxlen=KEPT_KERNELS)
+        # The modules of flash_attn in `sys.modules` before flashtune replaced them, or None.
+        self.replaced_modules: dict[str, ModuleType] | None = None
 
     def forget(self) -> None:
         """Clears the caches of kinds of calls, which are then prepared again."""
@@ -169,7 +182,7 @@ class Session:
 
     def _executor(self, bound: BoundRequest) -> Executor:
         request = bound.request
-        executor = with_checks(prepare(bound, self.loader), request)
+        executor = with_checks(prepare(bound, self.loader), request, self.platform)
         if request.is_double or without_values(request) is not None:
             return executor
         return self.counted(executor, bound)
@@ -338,7 +351,7 @@ class Session:
             for name in ("flashtune.verification.check", "triton.experimental.gluon.language"):
                 importlib.import_module(name)
             for family in families():
-                current_versions(family.name)  # cached
+                current_versions(family.name)  # the hash of the template is cached
             if not torch.cuda.is_initialized():
                 # Imports the modules that read any records.
                 tuned_records(INTERPRETED_TARGET)

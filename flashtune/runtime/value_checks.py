@@ -14,7 +14,7 @@ from flashtune.core.errors import ProblemError
 from flashtune.core.features.records import ExtraInputs
 from flashtune.core.machine import CHECK_VARIABLE, variable
 from flashtune.core.problem import KvScale, Problem
-from flashtune.dispatch.platform import PLATFORM
+from flashtune.dispatch.platform import PLATFORM, Platform
 from flashtune.request.request import Executor, Request, Result
 
 
@@ -24,7 +24,7 @@ def values_are_checked(device: torch.device) -> bool:
     return device.type == "cpu" or (asked and device.type != "meta")
 
 
-def with_checks(executor: Executor, request: Request) -> Executor:
+def with_checks(executor: Executor, request: Request, platform: Platform = PLATFORM) -> Executor:
     """Returns an executor that checks the values of each call's lengths, or `executor` without checks."""
     problem = request.problem
     lengths = problem.packed or problem.page_size or problem.kv_lengths or problem.prefix
@@ -32,7 +32,7 @@ def with_checks(executor: Executor, request: Request) -> Executor:
     has_values = lengths or problem.block_mask or has_scales
     if not has_values or not values_are_checked(request.device):
         return executor
-    return functools.partial(_checked, executor, request)
+    return functools.partial(_checked, executor, request, platform)
 
 
 def check_slot_values(slots: Tensor, rows: int) -> None:
@@ -134,13 +134,14 @@ def is_capturing(tensor: Tensor) -> bool:
 def _checked(
     executor: Executor,
     request: Request,
+    platform: Platform,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     scale: float | None,
     side: ExtraInputs,
 ) -> Result:
-    if not is_capturing(q):
+    if not platform.is_capturing(q.device):
         check_values(request, q, k, side)
     return executor(q, k, v, scale, side)
 

@@ -93,7 +93,7 @@ def reference(inputs: Inputs) -> Reference:
     dlse = None if inputs.dlse is None else layout.queries(inputs.dlse[..., None])[..., 0]
     case = BackwardCase(q, k, v, dout, dlse, extra, scale, lengths)
     gradients = expect_gradients(problem, case, Chosen(pairs, torch.arange(problem.seqlen_q))).gradients
-    expected = {name: _gradient(inputs, name, factor) for name, factor in gradients.items()}
+    expected = {name: _gradient(inputs, name, gradient) for name, gradient in gradients.items()}
     return Reference(expected_out, expected_lse, **expected)
 
 

@@ -42,7 +42,7 @@ class ServingCase(NamedTuple):
 
     shape: Shape  # The probe, and lengths that are at least those of the longest sequence.
     heads: tuple[int, int]  # Query heads and KV heads.
-    lengths: Lengths  # Lengths of the sequences.
+    lengths: Lengths
     ragged: bool  # Whether the kernel gets the lengths.
 
 

@@ -7,7 +7,7 @@ from flashtune.core.kernel import Alignment
 from flashtune.core.problem import Bias, Problem
 from flashtune.core.target import Target
 from flashtune.templates.common.model.sram import backward_chunks, columns, may_split, widest_tile
-from flashtune.templates.common.model.sram_backward import fits_warps, usual_tiles_of_keys
+from flashtune.templates.common.model.sram_backward import default_tiles_of_keys, fits_warps
 from flashtune.templates.common.precision import (
     InputPrecision,
     float32_width,
@@ -128,7 +128,7 @@ def usual_config(problem: Problem, target: Target) -> FusedConfig:
         tiles = SMALL_TILES if _changes_scores(problem) else HOPPER_TILES
         block_m, block_n, warps, stages = tiles[float32_width(problem)]
     else:
-        block_m, block_n, warps, stages = usual_tiles_of_keys(problem, width, target)
+        block_m, block_n, warps, stages = default_tiles_of_keys(problem, width, target)
     return FusedConfig(
         block_m=block_m,
         block_n=block_n,

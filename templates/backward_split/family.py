@@ -5,7 +5,7 @@ from flashtune.core.kernel import Specialization, Step
 from flashtune.core.problem import Bias, Causal, Direction, Feature, Problem
 from flashtune.core.target import Target
 from flashtune.templates.backward_split.perf_model import SplitModel
-from flashtune.templates.backward_split.space import SplitConfig, split_space, usual_tiles
+from flashtune.templates.backward_split.space import SplitConfig, default_tiles, split_space
 from flashtune.templates.common.args.backward_arguments import (
     backward_arguments,
 )
@@ -54,7 +54,7 @@ class BackwardSplit(SplitModel, FamilyOf[SplitConfig]):
         """Returns tiles that fit every target of the table, for untuned shapes."""
         width = widest_tile(problem) * problem.dtype.itemsize
         masked = bool(problem.features & MASKS) or problem.causal is not Causal.NONE
-        tiles = usual_tiles(width, problem, target)
+        tiles = default_tiles(width, problem, target)
         block_m, block_n, num_warps, num_stages, dq_block_m, dq_block_n, dq_warps, dq_stages = tiles
         # A tile lies within one block of a block mask. A loop with a branch needs more registers.
         largest = problem.block_mask or MAX_SIDE

@@ -8,9 +8,9 @@ from flashtune.core.target import Target
 from flashtune.templates.common.model.sram import backward_chunks, columns, may_split, widest_tile
 from flashtune.templates.common.model.sram_backward import (
     SMALL_SRAM,
+    default_tiles_of_keys,
     fits_warps,
     is_narrow,
-    usual_tiles_of_keys,
 )
 from flashtune.templates.common.precision import InputPrecision, float32_width, precision_axis
 
@@ -89,14 +89,14 @@ def fits_registers(problem: Problem, config: Config, target: Target) -> bool:
     return keys and fits(held=config.dq_block_m, walked=config.dq_block_n, summed=qk, warps=config.dq_warps)
 
 
-def usual_tiles(width: int, problem: Problem, target: Target) -> tuple[int, ...]:
+def default_tiles(width: int, problem: Problem, target: Target) -> tuple[int, ...]:
     """Returns sides, warps and stages of both kernels' default config, for heads of this many bytes."""
     walked = 32 if is_narrow(problem, width) else 64
     if not problem.dtype.is_float32 and target.capability == HOPPER:
         return walked, 128 if width <= 256 else 64, 8, 2, 128, walked, 8, 2
     if target.capability == HOPPER:
         return HOPPER_TILES[float32_width(problem)]
-    keys = usual_tiles_of_keys(problem, width, target)
+    keys = default_tiles_of_keys(problem, width, target)
     block_m, block_n, warps, stages = keys
     if problem.dtype.is_float32:
         return *keys, block_n, block_m, warps, stages

@@ -250,7 +250,7 @@ def _is_full(problem: Problem, pack: int, groups: int) -> bool:
 
 def usual_config(problem: Problem) -> HopperConfig:
     """Returns the best config of most lengths on an H200."""
-    tiles = _usual_tiles_of_blocks(problem) if problem.block_mask else _usual_tiles(problem)
+    tiles = _default_tiles_of_blocks(problem) if problem.block_mask else _default_tiles(problem)
     is_halved = problem.kv_dtype is not None or _widest(problem) > WIDE
     return msgspec.structs.replace(
         tiles,
@@ -311,7 +311,7 @@ USUAL_TILES = {
 }
 
 
-def _usual_tiles(problem: Problem) -> HopperConfig:
+def _default_tiles(problem: Problem) -> HopperConfig:
     """Returns the default tiles and stages without a block mask."""
     width, kind = _width(problem), _kind(problem)
     # Heads that share a tile fill two groups, also if the scores are capped.
@@ -347,7 +347,7 @@ def _kind(problem: Problem) -> str:
     return "crowded" if problem.dropout or problem.softcap or problem.kv_dtype else "plain"
 
 
-def _usual_tiles_of_blocks(problem: Problem) -> HopperConfig:
+def _default_tiles_of_blocks(problem: Problem) -> HopperConfig:
     """Returns the default tiles and stages with a block mask."""
     width = _widest(problem)
     small = problem.block_mask <= GROUP_ROWS

@@ -10,6 +10,7 @@ from flashtune.core.record import Provenance
 from flashtune.core.target import TARGETS
 from flashtune.db import table as tables
 from flashtune.db.table import TunedTable, dump_table, load_table, parse_table, shipped_table, table_hash
+from tests.support.families import Ship
 from tests.support.records import MakeProblem, MakeRecord, shipped_table_of
 
 TARGET = "nvidia-h200"
@@ -167,15 +168,8 @@ def test_shipped_table_has_its_target(target: str) -> None:
     assert table is None or (table.target == target and table.records)
 
 
-def test_package_contains_a_table(table: TunedTable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "tuned").mkdir()
-    (tmp_path / "tuned" / "nvidia-b200.json").write_bytes(
-        edited(table).replace(b"nvidia-h200", b"nvidia-b200")
-    )
-    monkeypatch.setattr("flashtune.db.table.resources.files", lambda package: tmp_path)
-    shipped_table.cache_clear()
-    try:
-        shipped = shipped_table_of("nvidia-b200")
-        assert shipped.target == "nvidia-b200"
-    finally:
-        shipped_table.cache_clear()
+def test_table_ships_as_a_file_with_the_name_of_its_gpu(table: TunedTable, ship: Ship) -> None:
+    ship(table)
+    shipped = shipped_table_of(table.target)
+    assert (shipped.target, len(shipped.records)) == (table.target, len(table.records))
+    assert shipped_table("nvidia-b200") is None

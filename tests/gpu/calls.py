@@ -1,5 +1,6 @@
 """Calls of attention on a GPU, and their references."""
 
+import gc
 from typing import Any
 
 import torch
@@ -17,6 +18,13 @@ Triple = tuple[Tensor, Tensor, Tensor]
 def forget() -> None:
     """Clears all caches of the process: executors, warnings and the database."""
     forget_all()
+
+
+def free_memory() -> int:
+    """The bytes of free memory without the garbage of earlier tests."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info()[0]
 
 
 def tensors(

@@ -1,9 +1,10 @@
 """Fixtures of the GPU tests of the runtime."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
+from flashtune.dispatch import decision
 from flashtune.dispatch.platform import Platform
 from flashtune.dispatch.tables import Tables
 from tests.gpu.calls import forget
@@ -17,6 +18,12 @@ def untuned() -> Iterator[None]:
     with using(Tuned(Tables({}, {}))):
         yield
     forget()
+
+
+@pytest.fixture
+def kernels_win(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    """Sets whether kernels count as faster than torch's operators."""
+    return lambda faster: monkeypatch.setattr(decision, "beats", lambda *_: faster)
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from flashtune import PagedKVCache
+from tests.gpu.calls import free_memory
 
 pytestmark = pytest.mark.gpu
 
@@ -122,7 +123,7 @@ def test_graph_appends_at_the_given_slots(case: dict[str, Any]) -> None:
 @pytest.mark.alone
 def test_pools_of_more_than_two_to_the_31_elements() -> None:
     pages, heads, width = 2**17 + 8, 8, 256  # more than 2^32 elements of keys
-    if torch.cuda.mem_get_info()[0] < 24 * 2**30:
+    if free_memory() < 24 * 2**30:
         pytest.skip("needs 24 GiB of free memory")
     cache = PagedKVCache(pages, 16, heads, width, device="cuda", layout="hnd")
     first, last = cache.add(), cache.add()

@@ -11,7 +11,8 @@ from torch.nn.attention import sdpa_kernel
 
 from flashtune.core.features.records import ExtraInputs
 from flashtune.core.problem import Bias, Causal
-from flashtune.dispatch.masked_sdpa import MaskTrials, chosen_backend, masked_attention
+from flashtune.dispatch.masked_sdpa import MaskTrials, masked_attention
+from flashtune.dispatch.sdpa import chosen_backend
 from flashtune.request.call import dense_call
 from flashtune.request.read_call import read_call
 from flashtune.request.side_inputs import side_views

@@ -13,7 +13,7 @@ from flashtune import testing
 from flashtune.core.kernel import Alignment
 from flashtune.dispatch.bound_request import BoundRequest
 from flashtune.request.call import CausalOption
-from tests.gpu.calls import generated, reference, request_of, tensors
+from tests.gpu.calls import free_memory, generated, reference, request_of, tensors
 from tests.gpu.marks import SERVED
 
 pytestmark = SERVED
@@ -107,7 +107,7 @@ def test_expanded_tensors() -> None:
 @pytest.mark.alone
 def test_more_than_two_to_the_31_elements() -> None:
     """A query tensor and an output of 4.3 GB; the last rows are beyond 32-bit offsets."""
-    if torch.cuda.mem_get_info()[0] < 20 * 2**30:
+    if free_memory() < 20 * 2**30:
         pytest.skip("needs 20 GiB of GPU memory")
     heads, length = 33, 2**20
     q = torch.empty(1, heads, length, 64, dtype=torch.bfloat16, device="cuda").normal_()

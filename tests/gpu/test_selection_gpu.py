@@ -19,8 +19,7 @@ from flashtune.core.record import Measurement, Outcome, PeerTime, Provenance, Re
 from flashtune.core.target import device_target
 from flashtune.db.store import open_store
 from flashtune.dispatch.lookup import default_selection
-from flashtune.dispatch.masked_sdpa import PEERS
-from flashtune.dispatch.sdpa import default_backend, sdpa_attention
+from flashtune.dispatch.sdpa import PEERS, default_backend, sdpa_attention
 from flashtune.launch.kernel_cache import kernel_of
 from flashtune.request.call import CausalOption
 from flashtune.runtime.kernel_loader import KernelLoader
@@ -97,7 +96,7 @@ def test_timed_kernel_serves_without_check() -> None:
 def test_fastest_measured_backend_is_selected() -> None:
     q, k, v = tensors(512, 512)
     pin(timed_record(q, k, v, dict.fromkeys(PEERS.values(), 0.5)))
-    assert default_backend(q, k, v, request_of(q, k, v).problem) in PEERS.values()
+    assert default_backend(q, k, v, request_of(q, k, v).problem.causal) in PEERS.values()
     assert flashtune.explain(q, k, v, causal=True).backend == "sdpa"
     testing.close(flashtune.attention(q, k, v, causal=True), reference(q, k, v, True).out)
     assert flashtune.explain(q, k, v, causal=True, prefer="generated").backend == "generated"

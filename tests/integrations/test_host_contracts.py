@@ -297,7 +297,7 @@ def test_a_missing_or_old_library_is_named(
 ) -> None:
     with pytest.raises(UsageError, match=f"{library} is not installed"):
         register()
-    monkeypatch.setattr(metadata, "version", lambda _: "0.1")
+    host_stubs.report_version(monkeypatch, library, "0.1")
     with pytest.raises(UsageError, match=f"{library} 0.1 is too old"):
         register()
 
@@ -307,7 +307,7 @@ def test_an_old_library_starts_with_a_warning(
     library: str, plugin: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forget_all()
-    monkeypatch.setattr(metadata, "version", lambda _: "0.0.1")
+    host_stubs.report_version(monkeypatch, library, "0.0.1")
     with pytest.warns(FlashtuneWarning, match=f"(?i)backend flashtune: {library} 0.0.1 is too old"):
         plugin()
 
@@ -324,7 +324,7 @@ def test_a_name_that_a_newer_library_lacks_is_named(
     library: str, host: Any, missing: str, least: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host_stubs.install(library, monkeypatch)
-    monkeypatch.setattr(metadata, "version", lambda _: "99.1")
+    host_stubs.report_version(monkeypatch, library, "99.1")
     says = f"{library} 99.1 has no {missing}: install {library} {least} or a newer flashtune$"
     with pytest.raises(UsageError, match=f"^{says}"):
         host.register()

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -31,8 +32,7 @@ NAMES = (CUDNN, f"{CUDNN}_backward", EFFICIENT, f"{EFFICIENT}_backward", FLASH, 
 
 
 @pytest.fixture
-def originals(monkeypatch: pytest.MonkeyPatch) -> Iterator[Originals]:
-    monkeypatch.setattr(integration, "KEY", "CPU")
+def originals() -> Iterator[Originals]:
     SESSION.forget()
     with registered() as kernels:
         yield kernels
@@ -40,12 +40,11 @@ def originals(monkeypatch: pytest.MonkeyPatch) -> Iterator[Originals]:
 
 
 @pytest.fixture
-def registry(originals: Originals, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def registry(originals: Originals, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """Torch's registry of implementations, without any."""
-    implementations: dict[str, Any] = {}
-    monkeypatch.setattr(_registry, "_FLASH_ATTENTION_IMPLS", implementations)
     monkeypatch.setattr(_registry, "_FLASH_ATTENTION_ACTIVE", None)
-    return implementations
+    with mock.patch.dict(_registry._FLASH_ATTENTION_IMPLS, clear=True):
+        yield _registry._FLASH_ATTENTION_IMPLS
 
 
 class Handle:
@@ -259,7 +258,7 @@ def test_a_kernel_outlives_its_removal(originals: Originals, monkeypatch: pytest
         return override
 
     monkeypatch.setattr(integration, "forward_override", remembered)
-    monkeypatch.setattr(integration, "_removed", deque(maxlen=4))
+    monkeypatch.setattr(SESSION, "removed_kernels", deque(maxlen=4))
     with integration.activate():
         first = [*made]
     gc.collect()
@@ -272,13 +271,21 @@ def test_a_kernel_outlives_its_removal(originals: Originals, monkeypatch: pytest
     assert all(reference() is None for reference in first)
 
 
-def test_disabled_is_for_one_thread(originals: Originals, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
+@pytest.fixture
+def asked(originals: Originals, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The threads that looked up a kind of call."""
+    names: list[str] = []
+    entry = SESSION.entry
 
-    def kind_of(*_: Any) -> None:
-        asked.append(threading.current_thread().name)
+    def noted(*args: Any) -> Any:
+        names.append(threading.current_thread().name)
+        return entry(*args)
 
-    monkeypatch.setattr(SESSION, "entry", kind_of)
+    monkeypatch.setattr(SESSION, "entry", noted)
+    return names
+
+
+def test_disabled_is_for_one_thread(asked: list[str]) -> None:
     q = torch.randn(1, 2, 4, 16)
     with integration.activate():
         with integration.disabled(), integration.disabled():
@@ -287,7 +294,8 @@ def test_disabled_is_for_one_thread(originals: Originals, monkeypatch: pytest.Mo
             other = threading.Thread(target=attend, args=(q,), name="other")
             other.start()
             other.join()
-        attend(q)
+        # Another kind of call: this one is refused without another look-up.
+        attend(torch.randn(1, 2, 5, 16))
     assert asked == ["other", threading.current_thread().name]
     assert not operator_overrides.is_paused()
 
@@ -415,26 +423,18 @@ def test_an_override_below_can_be_taken_away(originals: Originals) -> None:
     assert not overridden()[CUDNN]
 
 
-def test_a_refused_call_is_not_read_again(originals: Originals, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_call_is_not_read_again(asked: list[str]) -> None:
     # Without the interpreter nothing is computed on the CPU, so that all calls are passed on.
     q = torch.randn(1, 2, 4, 16)
-    reads = []
-    kind_of = SESSION.entry
-
-    def counted(*args: Any) -> Any:
-        reads.append(args)
-        return kind_of(*args)
-
-    monkeypatch.setattr(SESSION, "entry", counted)
     with integration.activate():
         for _ in range(3):
             attend(q)
-        assert len(reads) == 1
+        assert len(asked) == 1
         for seqlen in range(5, 15):
             attend(torch.randn(1, 2, seqlen, 16))
         SESSION.forget()
         attend(q)
-    assert len(reads) == 12
+    assert len(asked) == 12
 
 
 def test_a_build_without_kernels_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from flashtune.core.errors import UsageError
 from flashtune.integrations import transformers as integration
-from flashtune.integrations import transformers_jobs
 from flashtune.integrations import transformers_masks as masks
 from flashtune.integrations.transformers_jobs import Job, layer_of
 from flashtune.request.call import Call
 from flashtune.runtime.call_cache import run_call
+from tests.support.models.served import serve_on_cpu
 from tests.support.models.transformers_models import (
     ARCHITECTURES,
     BATCH,
@@ -60,9 +60,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Served:
     """Flashtune serves on the CPU, and at once. Float64 counts as a type of 16 bits."""
     calls = Served()
     monkeypatch.setattr(integration, "prepared", calls.prepared)
-    monkeypatch.setattr(integration, "DEVICES", {"cpu"})
-    monkeypatch.setattr(transformers_jobs, "HALF", (DOUBLE,))
-    monkeypatch.setattr(transformers_jobs, "MIN_MOVED", 2)
+    serve_on_cpu(monkeypatch, DOUBLE)
     integration.register()
     return calls
 

@@ -25,8 +25,7 @@ def fresh_runtime() -> Iterator[None]:
 
 
 @pytest.fixture
-def originals(fresh_runtime: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Originals]:
+def originals(fresh_runtime: None) -> Iterator[Originals]:
     """Torch's operators on the CPU, with flashtune active over them."""
-    monkeypatch.setattr(integration, "KEY", "CPU")
     with registered() as operators, integration.activate():
         yield operators

@@ -14,9 +14,10 @@ from flashtune.core.kernel import Kernel
 from flashtune.core.notices import FlashtuneWarning
 from flashtune.dispatch.decision import Decision
 from flashtune.launch import binding
+from flashtune.request.call import dense_call
 from flashtune.runtime import backward_executors, prepare
-from flashtune.runtime.passes import Pass
-from flashtune.runtime.prepare import prepared
+from flashtune.runtime.passes import Pass, prepared
+from flashtune.runtime.torch_ops import call_operator
 from tests.interpreter.autograd_calls import (
     HEADS,
     KV_HEADS,
@@ -33,15 +34,23 @@ from tests.interpreter.autograd_calls import (
 pytestmark = pytest.mark.usefixtures("fresh_runtime")
 
 
-def test_gradient_of_lse_is_included() -> None:
+def attend_by_operator(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+    return call_operator(dense_call(q, k, v, **options))
+
+
+@pytest.mark.parametrize("way", ["eager", "operator", "aot_eager"])
+def test_gradient_of_lse_is_included(way: str) -> None:
+    call: Callable[..., Any] = attend_by_operator if way == "operator" else flashtune.attention
+    if way == "aot_eager":
+        call = torch.compile(call, backend=way, fullgraph=True)
     q, k, v = tensors()
-    out, lse = flashtune.attention(q, k, v, causal=True, return_lse=True, prefer="generated")
+    out, lse = call(q, k, v, causal=True, return_lse=True, prefer="generated")
     weights = torch.randn(lse.shape)
     gradients = torch.autograd.grad(out.square().sum() + (lse * weights).sum(), (q, k, v))
     wide = [tensor.detach().double().requires_grad_() for tensor in (q, k, v)]
     out, lse = definition(*wide)
     close(gradients, torch.autograd.grad(out.square().sum() + (lse * weights).sum(), wide))
-    lse = flashtune.attention(q, k, v, causal=True, return_lse=True, prefer="generated")[1]
+    lse = call(q, k, v, causal=True, return_lse=True, prefer="generated")[1]
     alone = torch.autograd.grad((lse * weights).sum(), (q, k))
     close(alone, torch.autograd.grad((definition(*wide)[1] * weights).sum(), wide[:2]))
 
@@ -177,20 +186,24 @@ def test_rows_outside_of_sequences_do_not_contribute_to_sinks() -> None:
         torch.use_deterministic_algorithms(False)
 
 
-def without_backward_kernels(decision: Decision, pass_: Pass[Any]) -> Any:
-    """`prepared` where backward kernels do not compile."""
-    if pass_.key.problem.is_backward:
-        raise KernelError("PTXASError: out of registers")
-    return prepared(decision, pass_)
+@pytest.fixture
+def no_backward_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backward kernels do not compile."""
+
+    def prepared_forward(decision: Decision, pass_: Pass[Any]) -> Any:
+        if pass_.key.problem.is_backward:
+            raise KernelError("PTXASError: out of registers")
+        return prepared(decision, pass_)
+
+    monkeypatch.setattr(prepare, "prepared", prepared_forward)
 
 
 @pytest.mark.parametrize(
     "options", [{}, {"return_lse": True}, {"window": (9, 0), "return_lse": True}], ids=str
 )
 def test_autocast_does_not_change_types_of_baselines(
-    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+    no_backward_kernels: None, options: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(prepare, "prepared", without_backward_kernels)
     q, k, v = (tensor.bfloat16() for tensor in tensors())
 
     def attended() -> tuple[Tensor, ...]:
@@ -204,8 +217,7 @@ def test_autocast_does_not_change_types_of_baselines(
 
 
 @pytest.mark.parametrize("way", ["eager", "aot_eager"])
-def test_failed_backward_kernel_uses_torch_for_both_passes(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
-    monkeypatch.setattr(prepare, "prepared", without_backward_kernels)
+def test_failed_backward_kernel_uses_torch_for_both_passes(no_backward_kernels: None, way: str) -> None:
     q, k, v = tensors()
     with pytest.raises(KernelError, match="out of registers"):
         loss(q, k, v)

@@ -43,7 +43,6 @@ CAUGHT = frozenset((Fate.REFUSED, Fate.HUNG, Fate.DIED))
 class Found(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The fate of one mutant."""
 
-    # family, name: Of the mutant.
     family: str
     name: str
     fate: Fate  # The outcome of verifying it.
@@ -91,7 +90,6 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One run over mutants, or over right kernels."""
 
     device: str  # Name of the GPU, or `interpreter`.
-    # torch, triton: Versions.
     torch: str
     triton: str
     level: str  # How much was checked.

@@ -1,5 +1,6 @@
 """Problems and records as dispatch meets them, and a runtime that remembers nothing between tests."""
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,12 +12,14 @@ from triton.runtime import driver
 from flashtune import testing
 from flashtune.core.problem import Problem
 from flashtune.core.record import Record
-from flashtune.dispatch import decision
+from flashtune.dispatch import decision, sdpa
 from flashtune.launch import launch, workspaces
 from flashtune.launch.workspaces import Memory
+from flashtune.runtime import backward_executors, executors
 from flashtune.runtime.session import SESSION
 from tests.emulator.tensor_maps import Driver
 from tests.support import records
+from tests.support.fakes import install
 from tests.support.machine import Machine
 from tests.support.runtime import forget_all, using
 
@@ -54,19 +57,66 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "recorded.jsonl"
 
 
-@pytest.fixture
-def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Launches for tensors on the CPU, whose device has no index and no streams."""
+class Pool:
+    """Memory of streams, in place of a GPU's: the size and the stream of each allocation."""
 
-    def memory(size: int, device: torch.device, stream: int) -> Memory:
+    def __init__(self) -> None:
+        self.made: list[tuple[int, int]] = []
+        self.is_capturing = False
+
+    def capturing(self) -> bool:
+        return self.is_capturing
+
+    def _made(self, size: int, device: torch.device, stream: int) -> Memory:
+        self.made.append((size, stream))
         tensor = torch.empty(size, dtype=torch.uint8, device=device)
         return Memory(tensor, tensor.data_ptr(), size)
 
-    monkeypatch.setattr(launch, "current_device", lambda: None)
-    monkeypatch.setattr(launch, "current_stream", lambda device: 0)
-    monkeypatch.setattr(workspaces, "capturing", lambda: False)
+
+@pytest.fixture
+def pool(monkeypatch: pytest.MonkeyPatch) -> Pool:
+    fake = Pool()
+    install(monkeypatch, fake, workspaces)
     monkeypatch.setattr(workspaces, "_kept", defaultdict(lambda: defaultdict(list)))
-    monkeypatch.setattr(workspaces, "_made", memory)
+    return fake
+
+
+class Devices:
+    """The current device, and those that were entered."""
+
+    def __init__(self) -> None:
+        self.current: int | None = 0
+        self.entered: list[int] = []
+
+    @contextlib.contextmanager
+    def device(self, index: torch.device | int) -> Iterator[None]:
+        index = index if isinstance(index, int) else index.index
+        before, self.current = self.current, index
+        self.entered.append(index)
+        yield
+        self.current = before
+
+
+@pytest.fixture
+def devices(monkeypatch: pytest.MonkeyPatch) -> Devices:
+    fake = Devices()
+    monkeypatch.setattr(torch.cuda, "device", fake.device)
+    for module in (launch, executors, backward_executors):
+        monkeypatch.setattr(module, "current_device", lambda: fake.current)
+    return fake
+
+
+@pytest.fixture
+def no_device(pool: Pool, devices: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches for tensors on the CPU, whose device has no index and no streams."""
+    devices.current = None
+    monkeypatch.setattr(launch, "current_stream", lambda device: 0)
+
+
+@pytest.fixture
+def copy_ms(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Sets the least time of calls whose unaligned tensors are copied; at infinity none are."""
+    return lambda ms: monkeypatch.setattr(sdpa, "COPY_MS", ms)
 
 
 @pytest.fixture
@@ -81,6 +131,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Driver:
 def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     fake = Machine()
     # Tests use float32, and SDPA would serve without timed kernels.
-    monkeypatch.setattr(decision, "is_untrusted", lambda *_: False)
+    monkeypatch.setattr(decision, "is_untrusted", lambda *_: fake.is_untrusted)
     with using(fake, fake, fake.compiler):
-        yield fake
+        try:
+            yield fake
+        finally:
+            fake.compiler.release.set()  # or the worker would wait for it after a failure

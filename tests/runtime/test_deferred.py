@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import sys
 import threading
 import weakref
@@ -17,12 +18,13 @@ import flashtune
 from flashtune.core.notices import FlashtuneWarning
 from flashtune.core.problem import Causal, Direction, Problem
 from flashtune.core.record import Record
+from flashtune.dispatch.bound_request import BoundRequest
 from flashtune.dispatch.tables import Tables
 from flashtune.recording.recorder import read_counts
 from flashtune.request.call import Call, dense_call, varlen_call
 from flashtune.runtime import background, buckets
 from flashtune.runtime.background import Worker
-from flashtune.runtime.buckets import REFUSED
+from flashtune.runtime.buckets import REFUSED, bound_passes
 from flashtune.runtime.gradients import BackwardInputs
 from flashtune.runtime.session import SESSION, Session, record_calls
 from flashtune.templates.registry import find_family
@@ -136,6 +138,15 @@ def test_new_lengths_of_a_bucket_are_served_at_once(
     assert ready(called(with_lengths(problem, 200, 200)), USUAL) is None
 
 
+def test_kernels_are_bound_to_new_lengths_without_new_properties(machine: Machine, problem: Problem) -> None:
+    served(called(problem), None)
+    (entry,), (bucket,) = SESSION.entries.values(), SESSION.buckets.values()
+    bound = BoundRequest.of(called(with_lengths(problem, 300, 300)), platform=machine)
+    assert bucket.choices is not None
+    assert bound_passes(bound, entry.properties, bucket.choices, machine) is not None
+    assert "forward_properties" not in vars(bound)
+
+
 def test_explanations_name_the_caller(machine: Machine, problem: Problem, make_record: Make) -> None:
     tuned(machine, make_record(problem, peers=FASTER))
     call = called(problem)
@@ -146,6 +157,10 @@ def test_explanations_name_the_caller(machine: Machine, problem: Problem, make_r
     explanation = flashtune.explain(*call[:3], causal=True)
     assert explanation.caller == "torch"
     assert "called by flashtune.integrations.torch" in str(explanation)
+    # Later calls of another kind, without a name and with another one.
+    for usual, name, caller in ((None, "", "torch"), ("sdpa-flash", "vllm", "vllm")):
+        ready(call, usual, name)
+        assert flashtune.explain(*call[:3], causal=True).caller == caller
 
 
 def test_unequal_lengths_are_not_in_the_bucket_of_equal_ones(
@@ -440,6 +455,28 @@ def test_a_forked_process_has_the_usual_switch_interval() -> None:
         os._exit(0 if sys.getswitchinterval() == before else 1)
     release.set()
     assert worker.wait(600)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_process_does_not_wait_for_preparations_of_its_parent() -> None:
+    held, release = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with SESSION.preparing, SESSION.adding:
+            held.set()
+            release.wait(600)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait(600)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(10)
+        with SESSION.preparing, SESSION.adding:
+            os._exit(0)
+    release.set()
+    thread.join()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 

@@ -1,7 +1,5 @@
 """Tests that results are allocated on the device of the inputs if another device is current."""
 
-import contextlib
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,33 +12,12 @@ from flashtune.launch.binding import bind
 from flashtune.request.call import dense_call
 from flashtune.request.read_call import read_call
 from flashtune.request.request import Request
-from flashtune.runtime import backward_executors, executors
+from flashtune.runtime import executors
 from flashtune.runtime.backward_executors import Bound, BoundBackward
 from flashtune.runtime.gradients import BackwardInputs
+from tests.runtime.conftest import Devices
 
 GPU = torch.device("cuda", 3)
-
-
-class Devices:
-    """The current device."""
-
-    def __init__(self) -> None:
-        self.current = 0
-
-    @contextlib.contextmanager
-    def device(self, index: int) -> Iterator[None]:
-        before, self.current = self.current, index
-        yield
-        self.current = before
-
-
-@pytest.fixture
-def devices(monkeypatch: pytest.MonkeyPatch) -> Devices:
-    devices = Devices()
-    monkeypatch.setattr(torch.cuda, "device", devices.device)
-    for module in (executors, backward_executors):
-        monkeypatch.setattr(module, "current_device", lambda: devices.current)
-    return devices
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from flashtune.dispatch import decision, lookup
 from flashtune.dispatch.bound_request import BoundRequest
 from flashtune.dispatch.decision import Decision
 from flashtune.dispatch.nearest import nearest_record, same_computation, tuned_alike
+from flashtune.dispatch.tables import Tables
 from flashtune.recording.recorder import read_counts
 from flashtune.request.call import dense_call, varlen_call
 from flashtune.request.read_call import read_call
@@ -83,6 +84,28 @@ def test_new_token_counts_reuse_the_selected_kernel(bound: Bound, machine: Machi
     assert len(bound.kernels) == 3
     flashtune.attention_varlen(*packed(100, 50), causal=True)
     assert bound.choices == 2, "another power of two"
+
+
+@pytest.mark.filterwarnings("ignore::flashtune.core.notices.FlashtuneWarning")
+@pytest.mark.parametrize("function", [flashtune.attention_varlen, flashtune.attention_paged])
+def test_later_calls_of_a_shape_prepare_nothing_and_read_no_table(
+    bound: Bound, machine: Machine, monkeypatch: pytest.MonkeyPatch, function: Any
+) -> None:
+    reads: list[object] = []
+
+    def records(target: object) -> Tables:
+        reads.append(target)
+        return machine.tables
+
+    monkeypatch.setattr(machine, "records", records)
+    is_packed = function is flashtune.attention_varlen
+    operands = packed(70, 50) if is_packed else (torch.randn(2, HEADS, 32), *paged((20, 9)))
+    counts = []
+    for _ in range(3):
+        function(*operands)
+        counts.append((len(reads), bound.choices, len(machine.steps), len(bound.kernels)))
+    assert all(counts[0])
+    assert counts[0] == counts[1] == counts[2]
 
 
 @pytest.mark.filterwarnings("ignore::flashtune.core.notices.FlashtuneWarning")

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -14,7 +15,6 @@ from flashtune.core.kernel import Alignment, Specialization
 from flashtune.core.machine import RECORD_VARIABLE
 from flashtune.core.notices import FlashtuneWarning
 from flashtune.core.problem import Direction, Problem
-from flashtune.dispatch import sdpa
 from flashtune.recording import recorder
 from flashtune.recording.recorder import MAX_CALLS, CallCount, counted, merged, read_counts
 from flashtune.runtime.session import SESSION
@@ -83,9 +83,9 @@ def test_plan_created_while_recording_is_counted(problem: Problem, file: Path) -
 
 
 def test_calls_are_counted_by_alignment(
-    problem: Problem, file: Path, monkeypatch: pytest.MonkeyPatch
+    problem: Problem, file: Path, copy_ms: Callable[[float], None]
 ) -> None:
-    monkeypatch.setattr(sdpa, "COPY_MS", float("inf"))
+    copy_ms(float("inf"))
     q, k, v = inputs(problem)
     odd = torch.empty(q.numel() + 1, dtype=q.dtype)[1:].view(q.shape).copy_(q)
     with flashtune.record_calls(file):

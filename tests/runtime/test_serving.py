@@ -12,17 +12,18 @@ import torch
 
 import flashtune
 from flashtune.core.errors import ProblemError
-from flashtune.core.kernel import Alignment, Specialization
+from flashtune.core.kernel import Alignment, Kernel, Specialization
 from flashtune.core.problem import Problem
 from flashtune.core.record import Record
-from flashtune.dispatch import sdpa
 from flashtune.dispatch.bound_request import BoundRequest
 from flashtune.launch import workspaces
+from flashtune.launch.compiler_process import CompilerProcess
+from flashtune.launch.kernel_cache import kernel_of
 from flashtune.request.call import dense_call
 from flashtune.runtime import executors
 from flashtune.runtime.call_cache import run_call, write_call
 from flashtune.runtime.session import SESSION
-from tests.support.machine import Machine, expected, inputs, tuned
+from tests.support.machine import TARGET, Machine, expected, inputs, tuned
 
 Make = Callable[..., Record]
 
@@ -98,9 +99,9 @@ def test_plan_with_negative_scale_keeps_strides_of_views(
 
 
 def test_executors_are_cached_by_alignment(
-    machine: Machine, problem: Problem, make_record: Make, monkeypatch: pytest.MonkeyPatch
+    machine: Machine, problem: Problem, make_record: Make, copy_ms: Callable[[float], None]
 ) -> None:
-    monkeypatch.setattr(sdpa, "COPY_MS", math.inf)
+    copy_ms(math.inf)
     tuned(machine, make_record(problem))
     q, k, v = inputs(problem)
     shifted = torch.empty(q.numel() + 1, dtype=q.dtype)[1:].view(q.shape).copy_(q)
@@ -207,6 +208,22 @@ def test_concurrent_threads_prepare_an_executor_once(
     assert len(machine.kernels) == 1
     assert len(results) == 8
     assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_explain_takes_kernels_that_another_process_rendered(
+    machine: Machine, problem: Problem, make_record: Make
+) -> None:
+    class Rendering(CompilerProcess):
+        def prepared(self, *_: object) -> Kernel:
+            return msgspec.structs.replace(kernel_of(record, specialization), source="other = 1")
+
+    record = make_record(problem, ms=1.0, peers={"sdpa-cudnn": 1.2})
+    tuned(machine, record)
+    specialization = record.specialization
+    assert specialization is not None
+    machine.compile_apart(Rendering(), record, specialization, TARGET)
+    q, k, v = inputs(problem)
+    assert flashtune.explain(q, k, v, causal=True).kernel not in ("", record.kernel)
 
 
 def test_explain_names_the_backend_without_a_launch(

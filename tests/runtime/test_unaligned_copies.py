@@ -11,7 +11,6 @@ import flashtune
 from flashtune.core.kernel import Alignment
 from flashtune.core.problem import Problem
 from flashtune.core.record import Record
-from flashtune.dispatch import sdpa
 from tests.runtime.training.training_calls import backward_record, close, quiet
 from tests.support.machine import Machine, expected, tuned
 
@@ -34,13 +33,13 @@ def test_unaligned_tensors_of_long_calls_are_copied(
     machine: Machine,
     problem: Problem,
     make_record: Callable[..., Record],
-    monkeypatch: pytest.MonkeyPatch,
+    copy_ms: Callable[[float], None],
     gate: int,
     start: int,
     long: bool,
 ) -> None:
     tuned(machine, make_record(problem), backward_record(make_record, problem, 1.0, {}))
-    monkeypatch.setattr(sdpa, "COPY_MS", 0.0 if long else 1.0)
+    copy_ms(0.0 if long else 1.0)
     problem = msgspec.structs.replace(problem, seqlen_q=150, seqlen_kv=150)
     unaligned = (gate, start) != (8, 0)
     q, k, v = (tensor.requires_grad_() for tensor in slices(problem, gate, start))

@@ -6,9 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.library import Library
+
+from flashtune.integrations import torch as integration
 
 CUDNN = "_scaled_dot_product_cudnn_attention"
 EFFICIENT = "_scaled_dot_product_efficient_attention"
@@ -168,7 +171,7 @@ class Originals:
 
 @contextmanager
 def registered() -> Iterator[Originals]:
-    """The operators while they are registered for the CPU."""
+    """The operators while they are registered for the CPU, where flashtune overrides them too."""
     originals = Originals()
     library = Library("aten", "IMPL")
     with warnings.catch_warnings():
@@ -187,7 +190,9 @@ def registered() -> Iterator[Originals]:
         ):
             if hasattr(torch.ops.aten, name):
                 library.impl(name, kernel, "CPU")
-    try:
-        yield originals
-    finally:
-        library._destroy()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(integration, "KEY", "CPU")
+        try:
+            yield originals
+        finally:
+            library._destroy()

@@ -43,9 +43,20 @@ def install(library: str, patch: pytest.MonkeyPatch) -> dict[str, Any]:
         patch.setitem(sys.modules, name, module)
     for ours in OURS:
         patch.delitem(sys.modules, ours, raising=False)
-    version = metadata.version
-    patch.setattr(metadata, "version", lambda name: frozen["version"] if name == library else version(name))
+    report_version(patch, library, frozen["version"])
     return made
+
+
+def report_version(patch: pytest.MonkeyPatch, library: str, version: str | None) -> None:
+    """Lets a library seem to be installed in a version, or not to be installed."""
+    others = metadata.version
+
+    def reported(name: str) -> str:
+        if name == library and version is None:
+            raise metadata.PackageNotFoundError(name)
+        return version if name == library and version else others(name)
+
+    patch.setattr(metadata, "version", reported)
 
 
 def _module(name: str, made: dict[str, types.ModuleType]) -> types.ModuleType:

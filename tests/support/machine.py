@@ -39,6 +39,7 @@ class Machine(Platform, KernelLoader):
         # The verdict on a kernel, in place of `right`.
         self.judge: Callable[[Kernel], bool] | None = None
         self.compiles = True
+        self.is_untrusted = False
         self.capturing = False
         self.kernels: list[Kernel] = []
         self.checked: list[Kernel] = []

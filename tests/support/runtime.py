@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 
-from flashtune.core import files, notices
+from flashtune.core import notices
 from flashtune.core.target import Target
 from flashtune.dispatch.masked_sdpa import MaskTrials
 from flashtune.dispatch.platform import Platform
@@ -12,6 +12,8 @@ from flashtune.launch.compiler_process import CompilerProcess
 from flashtune.runtime.kernel_loader import KernelLoader
 from flashtune.runtime.self_check import SelfChecks
 from flashtune.runtime.session import SESSION
+
+LOADER = SESSION.loader
 
 
 class Tuned(Platform):
@@ -27,13 +29,13 @@ class Tuned(Platform):
 
 def forget_all() -> None:
     """Clears all caches, as in a new process. Loaded kernels stay."""
+    assert SESSION.loader is LOADER, "call it outside of `using`, whose checks it would drop"
     SESSION.forget()
     SESSION.loader.checks = SelfChecks()
     SESSION.loader.rendered.clear()
     SESSION.platform.mask_trials = MaskTrials(SESSION.platform.sdpa_backend)
     tuned_records.cache_clear()
     notices._seen_messages.clear()
-    files._lock_faults.clear()
 
 
 @contextlib.contextmanager

@@ -93,7 +93,7 @@ def branches(monkeypatch: pytest.MonkeyPatch) -> Branches:
     environment = Recorded(rendering._environment())
     monkeypatch.setattr(rendering, "_environment", lambda: environment)
     monkeypatch.setattr(dead_branches, "_Remover", RecordedFlags)
-    monkeypatch.setattr(RecordedFlags, "taken", environment.taken, raising=False)
+    RecordedFlags.taken = environment.taken
 
     def taken(rendered: Callable[[], Kernel]) -> frozenset[Branch]:
         environment.taken.clear()

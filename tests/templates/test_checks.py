@@ -13,10 +13,11 @@ from torch import Tensor
 from flashtune.core.features.records import BlockLists
 from flashtune.core.kernel import Alignment
 from flashtune.launch.compilation import load_module
-from flashtune.templates import registry, rendering
+from flashtune.templates import registry
 from flashtune.templates.registry import family_names, template_hash
 from flashtune.templates.rendering import CHECKS
 from tests.support.golden_kernels import COMBINATIONS, kernel_of
+from tests.templates.conftest import ReadBy
 
 DTYPES = {
     "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "e4m3": torch.float8_e4m3fn,
@@ -317,7 +318,7 @@ def test_gluon_kernels_refuse_cpu_tensors(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_checks_do_not_affect_versions_and_digests(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checks_do_not_affect_versions_and_digests(read_by: ReadBy) -> None:
     # A kernel of each family.
     names = {case.family: name for name, case in COMBINATIONS.items()}.values()
     before = {name: kernel_of(name) for name in names}
@@ -327,17 +328,9 @@ def test_checks_do_not_affect_versions_and_digests(monkeypatch: pytest.MonkeyPat
     def changed(name: str) -> str:
         return read(name).replace("expected", "wanted") if name == CHECKS else read(name)
 
-    monkeypatch.setattr(registry, "_read", changed)
-    monkeypatch.setattr(rendering, "_read_template", changed)
-    for cached in (template_hash, rendering._environment):
-        cached.cache_clear()
-    try:
-        after = {name: kernel_of(name) for name in names}
-        assert {name: template_hash(name) for name in family_names()} == versions
-    finally:
-        monkeypatch.undo()
-        for cached in (template_hash, rendering._environment):
-            cached.cache_clear()
+    read_by(changed)
+    after = {name: kernel_of(name) for name in names}
+    assert {name: template_hash(name) for name in family_names()} == versions
     for name in names:
         assert after[name].digest == before[name].digest
         assert len(re.findall("wanted", after[name].source)) > 5

@@ -1,7 +1,6 @@
 """Tests that comments, docstrings and wrappers do not affect digests and versions."""
 
 import re
-from collections.abc import Callable, Iterator
 from importlib import resources
 
 import jinja2
@@ -10,12 +9,11 @@ import pytest
 
 from flashtune.core.canonical_source import _TEMPLATE, canonical_template
 from flashtune.core.kernel import Kernel
-from flashtune.templates import registry, rendering
+from flashtune.templates import registry
 from flashtune.templates.docstring_rows import remove_absent_rows
 from flashtune.templates.registry import PACKAGE, TEMPLATE, family_names, template_hash
 from tests.support.golden_kernels import COMBINATIONS, kernel_of
-
-Read = Callable[[str], str]
+from tests.templates.conftest import ReadBy
 
 
 def read(name: str) -> str:
@@ -42,22 +40,6 @@ def _reworded(token: re.Match[str]) -> str:
     return re.sub(r'^"""(?=[A-Z]|\{\{)', '"""It\'s changed. ', value)
 
 
-@pytest.fixture
-def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Read], None]]:
-    def use(reader: Read) -> None:
-        monkeypatch.setattr(registry, "_read", reader)
-        monkeypatch.setattr(rendering, "_read_template", reader)
-        forget()
-
-    def forget() -> None:
-        template_hash.cache_clear()
-        rendering._environment.cache_clear()
-
-    yield use
-    monkeypatch.undo()
-    forget()
-
-
 def kernels() -> dict[str, Kernel]:
     """A kernel of each family. The canonical forms of all templates are compared below."""
     of_family = {combination.family: name for name, combination in COMBINATIONS.items()}
@@ -65,10 +47,10 @@ def kernels() -> dict[str, Kernel]:
 
 
 @pytest.mark.slow
-def test_comments_do_not_affect_versions_and_digests(install: Callable[[Read], None]) -> None:
+def test_comments_do_not_affect_versions_and_digests(read_by: ReadBy) -> None:
     versions = {name: template_hash(name) for name in family_names()}
     before = kernels()
-    install(lambda name: reworded(read(name)))
+    read_by(lambda name: reworded(read(name)))
     after = kernels()
     assert {name: template_hash(name) for name in family_names()} == versions
     assert {name: kernel.digest for name, kernel in after.items()} == {

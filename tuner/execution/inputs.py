@@ -39,7 +39,6 @@ class Tensors(msgspec.Struct, frozen=True):
     [tokens, heads, head_dim] and [pages, page_size, kv_heads, head_dim].
     """
 
-    # q, k, v, out: The tensors.
     q: Tensor
     k: Tensor
     v: Tensor

@@ -33,7 +33,7 @@ class WarmStart(msgspec.Struct, frozen=True):
 class SearchRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One search."""
 
-    problem: Problem  # The problem to compute.
+    problem: Problem
     target: Target
     # Index of that GPU on this machine; None predicts times instead of measuring them.
     device: int | None = None
@@ -88,7 +88,7 @@ class Progress(msgspec.Struct, frozen=True):
     """The progress of a running search."""
 
     problem: Problem
-    phase: Phase  # The present phase.
+    phase: Phase
     counts: Tally  # Counts of candidates so far.
     expected: int | None  # Maximum number of trials; None without such a budget.
     best: Record | None  # The best record so far.

@@ -53,7 +53,7 @@ def _folded(label: str, text: str, width: int | None) -> list[str]:
         break_long_words=False,
         break_on_hyphens=False,
         replace_whitespace=False,
-    )
+    ) or [label]
 
 
 def _best(result: SearchResult) -> Iterator[tuple[str, str]]:

@@ -257,7 +257,7 @@ class Receipt(msgspec.Struct, frozen=True):
     """The stored result of a verification on a GPU."""
 
     device: str
-    # driver, triton, ptxas, torch: Versions of that run.
+    # Versions of that run.
     driver: str
     triton: str
     ptxas: str

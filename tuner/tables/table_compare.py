@@ -55,10 +55,10 @@ class Retimed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Interleaved times of the kernels of a change on the same inputs, in ms."""
 
     problem: str  # The problem's key.
-    # old, new: Digests of the kernels.
+    # Digests of the kernels.
     old: str
     new: str
-    # old_ms, new_ms: Median times.
+    # Median times.
     old_ms: float
     new_ms: float
 

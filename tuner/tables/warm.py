@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import msgspec
+import torch
 
 from flashtune.core.canonical import normal_form, rounded_extents
 from flashtune.core.errors import FlashtuneError, KernelError, VerificationError
@@ -13,10 +14,13 @@ from flashtune.core.record import Outcome, Selection
 from flashtune.core.target import Target
 from flashtune.db.eligibility import by_problem
 from flashtune.db.table import TunedTable
+from flashtune.dispatch.bound_request import KernelKey
 from flashtune.dispatch.lookup import select
 from flashtune.dispatch.nearest import same_computation
 from flashtune.dispatch.tables import Tables, tuned_records
 from flashtune.launch.kernel_cache import kernel_of
+from flashtune.request.request import Prefer
+from flashtune.runtime.kernel_loader import KernelLoader
 from flashtune.tuner.candidates import Candidate, SearchTask, contiguous_specialization
 from flashtune.tuner.execution.compile_pool import Compiled, CompilePool
 from flashtune.tuner.execution.cpus import available_cpus
@@ -146,22 +150,25 @@ def warm(
     verify these kernels. Without the index of a device, they are only compiled.
     """
     compiled = compile_needs(needs, target, watch)
+    loader = KernelLoader()
     results = []
     for number, (digest, need) in enumerate(needs.kernels.items()):
         if device is not None:
             watch("loading", number, len(needs.kernels))
-        results.append(_warmed(need, target, device, compiled[digest]))
+        results.append(_warmed(need, target, device, compiled[digest], loader))
     if device is not None:
         watch("loading", len(results), len(results))
     return tuple(results)
 
 
-def _warmed(need: Need, target: Target, device: int | None, compiled: Compiled) -> Warmed:
+def _warmed(
+    need: Need, target: Target, device: int | None, compiled: Compiled, loader: KernelLoader
+) -> Warmed:
     record = need.selection.record
     assert record.config is not None
     failed = "" if compiled.outcome is Outcome.OK else f"{compiled.outcome.value}: {compiled.message}"
     if not failed and device is not None:
-        failed = _why_not_loaded(need, target, device)
+        failed = _why_not_loaded(need, target, device, loader)
     return Warmed(
         problem=need.problem.key,
         target=target.name,
@@ -175,18 +182,12 @@ def _warmed(need: Need, target: Target, device: int | None, compiled: Compiled) 
     )
 
 
-def _why_not_loaded(need: Need, target: Target, device: int) -> str:
+def _why_not_loaded(need: Need, target: Target, device: int, loader: KernelLoader) -> str:
     """Loads a kernel as its first call would, and returns why that fails; empty on success."""
-    import torch
-
-    from flashtune.dispatch.bound_request import KernelKey
-    from flashtune.request.request import Prefer
-    from flashtune.runtime.kernel_loader import KernelLoader
-
     gpu = torch.device("cuda", device)
     key = KernelKey(need.problem, need.kernel.specialization, Prefer.GENERATED, gpu)
     try:
-        KernelLoader().load(need.selection, target, key)
+        loader.load(need.selection, target, key)
     except (KernelError, VerificationError) as error:
         return str(error)
     return ""

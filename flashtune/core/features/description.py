@@ -76,7 +76,7 @@ class Description(NamedTuple, Generic[Fields, Inputs]):
     keys: Mapping[str, str]  # Its keys in shapes, each with its meaning.
     # Further fields, without effect on a problem without the feature.
     details: tuple[str, ...] = ()
-    tensors: tuple[TensorInput, ...] = ()  # Its tensors.
+    tensors: tuple[TensorInput, ...] = ()
     numbers: tuple[NumberInput, ...] = ()  # Its numbers. They are last in `ExtraInputs`.
     is_mask: bool = False  # Whether it decides which keys a query sees.
     # Whether its inputs refer to positions among all keys of a sequence.

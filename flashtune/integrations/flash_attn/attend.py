@@ -18,12 +18,12 @@ from torch import Tensor
 from flashtune.api.attention import attention
 from flashtune.api.paged import attention_paged
 from flashtune.api.varlen import attention_varlen
+from flashtune.core.constant_tensors import constants
 from flashtune.core.problem import MAX_HEAD_DIM
 from flashtune.integrations.flash_attn.features import Descales, Features, UnsupportedError
 from flashtune.integrations.flash_attn.token_rows import sequence_numbers
 from flashtune.recording.callers import called_by
 from flashtune.request.call import dense_call, varlen_call
-from flashtune.request.quantization import cached_ones
 from flashtune.request.request import Result
 from flashtune.runtime.torch_modes import is_tracing
 from flashtune.runtime.torch_ops import attend
@@ -257,7 +257,7 @@ def _native_scales(q: Tensor, k: Tensor, descales: Descales) -> dict[str, Tensor
 
 def _unit_scales(k: Tensor) -> dict[str, Tensor]:
     """Returns scales of 1 for 8-bit keys and values, whose descales are applied elsewhere."""
-    ones = cached_ones(1, k.device)
+    (ones,) = constants((1.0,), 1, torch.float32, k.device)
     return {"k_scale": ones, "v_scale": ones}
 
 

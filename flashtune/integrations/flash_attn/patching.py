@@ -6,8 +6,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from flashtune.core.locks import ModuleLock
 from flashtune.integrations.flash_attn.distributions import VERSION, announce, withdraw
+from flashtune.runtime.session import SESSION
 
 # The modules that `patch` installs, and the modules of this package from which their names come.
 MODULES = {
@@ -57,10 +57,6 @@ PRIVATE = {
 # Names of functions that are not in the package itself.
 PUBLIC = ("flash_attn", "get_scheduler_metadata", "index_", "pad_", "unpad_", "apply_rotary")
 
-_lock = ModuleLock()
-# The modules that were there before `patch`. Empty without a patch.
-_replaced: list[dict[str, ModuleType]] = []
-
 
 def patch() -> None:
     """Installs flashtune as `flash_attn`, `flash_attn_interface` and `flash_attn_3`.
@@ -68,11 +64,11 @@ def patch() -> None:
     Modules that have imported functions of flash_attn before keep them. So call it first. A second call has
     no effect.
     """
-    with _lock:
-        if _replaced:
+    with SESSION.changing:
+        if is_patched():
             return
         made = {name: _module(name) for name in MODULES}
-        _replaced.append(_removed())
+        SESSION.replaced_modules = _removed()
         announce()
         sys.modules.update(made)
         for name, module in made.items():
@@ -83,16 +79,17 @@ def patch() -> None:
 
 def unpatch() -> None:
     """Restores the modules that were there before `patch`. Without a patch it has no effect."""
-    with _lock:
-        if _replaced:
+    with SESSION.changing:
+        if SESSION.replaced_modules is not None:
             withdraw()
             _removed()
-            sys.modules.update(_replaced.pop())
+            sys.modules.update(SESSION.replaced_modules)
+            SESSION.replaced_modules = None
 
 
 def is_patched() -> bool:
     """Returns whether flashtune is installed as `flash_attn`."""
-    return bool(_replaced)
+    return SESSION.replaced_modules is not None
 
 
 def _removed() -> dict[str, ModuleType]:

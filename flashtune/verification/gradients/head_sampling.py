@@ -76,7 +76,7 @@ class Pairs(NamedTuple):
 class Piece(NamedTuple):
     """Pairs that are processed together."""
 
-    pairs: Pairs  # Some pairs.
+    pairs: Pairs
     # Consecutive slices of all their query rows: [rows] each in int64, on the CPU.
     rows: tuple[Tensor, ...]
 

@@ -44,7 +44,7 @@ class Prepared(NamedTuple):
     written: dict[str, Guarded]
     tensors: BackwardTensors  # The tensors as a launch takes them.
     side: ExtraInputs  # The extra inputs as a launch takes them.
-    lengths: Lengths  # Lengths of the sequences.
+    lengths: Lengths
     chosen: Chosen  # The compared pairs and rows.
     # Their reference. Rows that a varlen sequence does not have may be anything.
     expected: Expected

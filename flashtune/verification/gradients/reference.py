@@ -106,13 +106,13 @@ def sink_sums(problem: Problem, rows: SinkRows, steps: Tensor) -> OfHeads:
 class OfKeys(NamedTuple):
     """Partial sums of the gradients of k and v over some rows, [pairs, keys, ...]. `steps` is a maximum."""
 
-    # dk, dv: Exact gradients; dk without the scale.
+    # Exact gradients; dk without the scale.
     dk: Tensor
     dv: Tensor
-    # plain_dk, plain_dv: Those of the low-precision reference.
+    # Those of the low-precision reference.
     plain_dk: Tensor
     plain_dv: Tensor
-    # dk_spread, dv_spread: Squares of typical errors of each column.
+    # Squares of typical errors of each column.
     dk_spread: Tensor
     dv_spread: Tensor
     queries: Tensor  # Number of rows that see each key, [pairs, keys].

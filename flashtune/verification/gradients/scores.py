@@ -34,9 +34,9 @@ class BackwardCase(NamedTuple):
     dout: Tensor
     # The gradient of the log-sum-exp, float32 [batch, heads, seqlen_q], or None for zeros.
     dlse: Tensor | None
-    side: ExtraInputs  # Extra inputs.
+    side: ExtraInputs
     scale: float  # Softmax scale.
-    lengths: Lengths  # Lengths of the sequences.
+    lengths: Lengths
 
 
 class Float64Rows(NamedTuple):

@@ -64,7 +64,7 @@ class Memory(NamedTuple):
     v: Guarded
     out: Guarded
     lse: Guarded  # The log-sum-exp, [batch, heads, seqlen_q], or [1, heads, total_q] of a varlen batch.
-    extra_inputs: tuple[Guarded, ...]  # All extra inputs.
+    extra_inputs: tuple[Guarded, ...]
     side: ExtraInputs  # The extra inputs as a launch takes them.
 
     @property

@@ -51,7 +51,7 @@ class Draw(NamedTuple):
 
     probe: Probe  # The kind of error that the case exposes.
     problem: Problem
-    lengths: Lengths  # Lengths of its sequences.
+    lengths: Lengths
     block: int  # Number of keys of the tile that the probe is made for.
     # Its device holds the inputs, except the seed of dropout on the CPU.
     generator: torch.Generator

@@ -96,7 +96,7 @@ def fits_warps(
     return sums + max(scores, shared // threads) + SPARE_REGISTERS <= (cap or room)
 
 
-def usual_tiles_of_keys(problem: Problem, width: int, target: Target) -> tuple[int, int, int, int]:
+def default_tiles_of_keys(problem: Problem, width: int, target: Target) -> tuple[int, int, int, int]:
     """Returns queries, keys, warps and stages of a kernel over keys, for heads of this many bytes.
 
     Not on Hopper, where families have their own tiles.

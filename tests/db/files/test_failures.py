@@ -204,8 +204,8 @@ def test_folder_without_file_locks(
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     forget_all()
-    monkeypatch.setattr("fcntl.lockf", fail)
-    monkeypatch.setattr("fcntl.flock", fail)
+    for name in ("lockf", "flock"):
+        monkeypatch.setattr(f"fcntl.{name}", fail)
     with pytest.raises(StoreError, match="has no file locks"):
         open_store(str(filled))
     with pytest.raises(StoreError, match="has no file locks"):

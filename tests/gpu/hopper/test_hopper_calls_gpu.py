@@ -176,6 +176,3 @@ def test_more_addresses_than_the_descriptor_cache_holds() -> None:
     outs = [attention(each, k, v) for each in room]
     assert all(torch.equal(out, expected) for out in outs)
     assert torch.equal(attention(q, k, v), expected)
-
-
-# ---- huge tensors ----------------------------------------------------------------------------------

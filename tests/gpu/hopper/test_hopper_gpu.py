@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator
 import click
 import msgspec
 import pytest
-import torch
 
 from flashtune.core.kernel import Alignment, Specialization
 from flashtune.core.problem import Causal, Dtype, Problem
@@ -21,6 +20,7 @@ from flashtune.db.table import shipped_table
 from flashtune.verification.cases import Case, far_cases
 from flashtune.verification.lengths import is_ragged
 from flashtune.verification.probes import Probe
+from tests.gpu.calls import free_memory
 from tests.gpu.marks import ON_HOPPER
 from tests.gpu.random.random_checks import check_all
 from tests.gpu.random.random_problems import Subject, Trial, case_of
@@ -123,7 +123,7 @@ def test_defaults_are_deterministic(dtype: Dtype) -> None:
 @pytest.mark.parametrize("dtype", [Dtype.BF16, Dtype.E4M3])
 @pytest.mark.parametrize("tensor", range(4), ids=["q", "k", "v", "out"])
 def test_tensors_of_more_than_two_to_the_31_elements(dtype: Dtype, tensor: int) -> None:
-    if torch.cuda.mem_get_info()[0] < 20 * 2**30:
+    if free_memory() < 20 * 2**30:
         pytest.skip("needs 20 GiB of GPU memory")
     problem: Problem = a_problem(128, dtype=dtype, causal=Causal.BOTTOM_RIGHT)
     config = FAMILY.default(problem, H200)

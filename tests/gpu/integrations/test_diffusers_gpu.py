@@ -1,10 +1,10 @@
 """Tests of diffusers' models on a GPU, through torch's operators and through flash_attn."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from flashtune.dispatch import decision
 from flashtune.integrations import operator_overrides
 from flashtune.integrations import torch as integration
 from flashtune.runtime.session import SESSION
@@ -17,10 +17,12 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::flashtune.Fla
 
 
 @pytest.mark.parametrize("name", ["unet", "transformer"])
-def test_attention_of_models_is_served(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_attention_of_models_is_served(
+    monkeypatch: pytest.MonkeyPatch, kernels_win: Callable[[bool], None], name: str
+) -> None:
     forget()
     SESSION.forget()
-    monkeypatch.setattr(decision, "beats", lambda *_: True)
+    kernels_win(True)
     passed_on: list[str] = []
     override = operator_overrides.forward_override
 

@@ -16,7 +16,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from flashtune.dispatch import decision
 from flashtune.integrations import operator_overrides
 from flashtune.integrations import torch as integration
 from flashtune.runtime.session import SESSION
@@ -90,9 +89,9 @@ def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
 
 
 @pytest.fixture
-def served(table: Served, monkeypatch: pytest.MonkeyPatch) -> Served:
+def served(table: Served, kernels_win: Callable[[bool], None]) -> Served:
     """As `table`, and torch's operators count as slower."""
-    monkeypatch.setattr(decision, "beats", lambda *_: True)
+    kernels_win(True)
     return table
 
 
@@ -288,9 +287,9 @@ def test_other_calls_have_the_bits_of_torch(served: Served, kind: str) -> None:
 
 
 def test_calls_that_are_not_faster_have_the_bits_of_torch(
-    table: Served, monkeypatch: pytest.MonkeyPatch
+    table: Served, kernels_win: Callable[[bool], None]
 ) -> None:
-    monkeypatch.setattr(decision, "beats", lambda *_: False)
+    kernels_win(False)
     inputs = tensors(requires_grad=True)
     dout = torch.randn_like(inputs[0])
 
@@ -421,11 +420,13 @@ def test_new_lengths_never_wait(served: Served) -> None:
     assert sum(wait >= LONGEST_WAIT for wait in waits["preparing"]) <= LATE_CALLS
 
 
-def test_host_time_of_a_call_that_is_passed_on(table: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_time_of_a_call_that_is_passed_on(
+    table: Served, monkeypatch: pytest.MonkeyPatch, kernels_win: Callable[[bool], None]
+) -> None:
     """The host time that the override adds is compared with that of an empty override."""
     monkeypatch.undo()
     integration.deactivate()
-    monkeypatch.setattr(decision, "beats", lambda *_: False)
+    kernels_win(False)
     inputs = tensors(16, 16, batch=1)
 
     def microseconds(calls: int = 500) -> float:
@@ -586,6 +587,24 @@ def test_transforms_do_what_they_do_with_torch(served: Served, kind: str) -> Non
         close(result, want)
     else:
         assert result == want
+
+
+def test_deterministic_mode_repeats_gradients(served: Served) -> None:
+    inputs = tensors(requires_grad=True)
+    dout = torch.randn_like(inputs[0])
+
+    def call() -> tuple[Tensor, ...]:
+        return both_passes(lambda: sdpa(*inputs, is_causal=True, enable_gqa=True), inputs, dout)
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        want = prepared(call)
+        served.clear()
+        for _ in range(5):
+            assert all(torch.equal(result, expected) for result, expected in zip(call(), want, strict=True))
+        assert served.passes == {"forward": 5, "backward": 5}
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_autocast_and_checkpoints(served: Served) -> None:

@@ -9,9 +9,10 @@ from torch import Tensor
 
 import flashtune.integrations
 from flashtune.integrations import transformers as integration
-from flashtune.integrations.transformers_jobs import Job
+from flashtune.integrations import transformers_jobs
 from flashtune.runtime.session import SESSION
 from tests.gpu.calls import forget
+from tests.support.models.served import move_padding, note_served
 from tests.support.models.transformers_models import (
     ARCHITECTURES,
     error,
@@ -38,19 +39,11 @@ CASES = [
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     """Whether flashtune served each call. No replaced operator counts as faster, and padding is moved."""
-    is_served: list[bool] = []
-    original = integration.prepared
-
-    def prepared(job: Job) -> Any:
-        executor = original(job)
-        is_served.append(executor is not None)
-        return executor
-
     forget()
     SESSION.forget()
-    monkeypatch.setattr(integration, "MIN_MOVED", 2)
-    monkeypatch.setattr(integration, "prepared", prepared)
-    monkeypatch.setattr(integration, "_usual", lambda *_: None)
+    move_padding(monkeypatch)
+    is_served = note_served(monkeypatch)
+    monkeypatch.setattr(transformers_jobs, "_usual", lambda *_: None)
     integration.register()
     yield is_served
     SESSION.wait()

@@ -1,4 +1,4 @@
-"""Tests of the integration that explanations name, and of recordings through transformers."""
+"""Tests of the integration that explanations name, and of recordings through servers and flash_attn."""
 
 import json
 import os

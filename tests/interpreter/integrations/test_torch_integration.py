@@ -450,17 +450,24 @@ def test_flash_options_that_are_passed_on(originals: Originals, options: dict[st
     assert originals.calls[FLASH] == 2
 
 
-def test_deterministic_mode_takes_reproducible_kernels(originals: Originals) -> None:
+@pytest.mark.parametrize("warn_only", [False, True])
+def test_deterministic_mode_takes_reproducible_kernels(originals: Originals, warn_only: bool) -> None:
     inputs = tensors(requires_grad=True)
-    torch.use_deterministic_algorithms(True)
-    try:
+
+    def both_passes() -> None:
         out = prepared(lambda: aten._scaled_dot_product_cudnn_attention(*inputs, None, True)[0])
-        kinds = [kind for kind in SESSION.entries.values() if kind.request is not None]
-        assert [kind.request.deterministic for kind in kinds if kind.request] == [True]
         torch.autograd.grad(out, inputs, torch.ones_like(out))
+
+    both_passes()
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
+    try:
+        both_passes()
     finally:
         torch.use_deterministic_algorithms(False)
     assert originals.calls[f"{CUDNN}_backward"] == 0
+    entries: list[Any] = [*SESSION.entries.values()]
+    kernels = [entry.bucket.choices[1].selection.record for entry in entries]
+    assert [kernel.problem.deterministic for kernel in kernels] == [False, True]
 
 
 @pytest.mark.parametrize(("backend", "dynamic"), [("aot_eager", True), ("inductor", False)])

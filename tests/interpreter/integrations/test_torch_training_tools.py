@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -148,11 +149,10 @@ def test_selective_checkpoints(
         close(result, expected)
 
 
-def test_torchtitan_activates_the_name(originals: Originals, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchtitan_activates_the_name(originals: Originals) -> None:
     """Torchtitan activates FA3 by itself, and does not restore it."""
-    monkeypatch.setattr(_registry, "_FLASH_ATTENTION_IMPLS", dict(_registry._FLASH_ATTENTION_IMPLS))
     integration.deactivate()
-    with integration.activate(names=("FA3",)):
+    with mock.patch.dict(_registry._FLASH_ATTENTION_IMPLS), integration.activate(names=("FA3",)):
         torch_attention.activate_flash_attention_impl("FA3")
         inputs = [tensor.detach().transpose(1, 2) for tensor in tensors()]
         args = None, None, 20, 20, 0.0, True, False

@@ -8,10 +8,11 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from flashtune.integrations import transformers as integration
-from flashtune.integrations import transformers_jobs, transformers_masks
+from flashtune.integrations import transformers_masks
 from flashtune.integrations.transformers_jobs import Job, job_of, layer_of, refused_jobs
 from flashtune.request.dropout import draw_seed, kept_weights
 from flashtune.runtime.session import SESSION
+from tests.support.models.served import note_served, serve_on_cpu
 from tests.support.models.transformers_models import (
     ARCHITECTURES,
     error,
@@ -29,19 +30,9 @@ DOUBLE = torch.float64
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     """Flashtune serves on the CPU. Whether it served each call."""
-    is_served: list[bool] = []
-    original = integration.prepared
-
-    def prepared(job: Job) -> Any:
-        executor = original(job)
-        is_served.append(executor is not None)
-        return executor
-
     SESSION.forget()
-    monkeypatch.setattr(integration, "DEVICES", {"cpu"})
-    monkeypatch.setattr(transformers_jobs, "HALF", (torch.float32,))
-    monkeypatch.setattr(transformers_jobs, "MIN_MOVED", 2)
-    monkeypatch.setattr(integration, "prepared", prepared)
+    serve_on_cpu(monkeypatch, torch.float32)
+    is_served = note_served(monkeypatch)
     integration.register()
     yield is_served
     SESSION.wait()

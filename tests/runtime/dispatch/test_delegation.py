@@ -11,16 +11,19 @@ from torch.utils.dlpack import from_dlpack
 
 from flashtune.core.problem import Causal
 from flashtune.dispatch import sdpa
-from flashtune.dispatch.masked_sdpa import (
+from flashtune.dispatch.bound_request import BoundRequest
+from flashtune.dispatch.sdpa import (
     chosen_backend,
+    copies_ms,
+    default_backend,
     readable,
     scaled_dot_product_attention,
+    sdpa_attention,
     shares_heads,
 )
-from flashtune.dispatch.sdpa import copies_ms, default_backend, sdpa_attention
 from flashtune.request.call import dense_call
-from flashtune.request.read_call import read_call
 from tests.support.attention_operators import by_definition
+from tests.support.machine import Machine
 from tests.support.untuned import TARGET
 
 LENGTHS = [(7, 7), (5, 9), (9, 5), (1, 6), (6, 1), (4, 0), (3, 40)]
@@ -78,9 +81,9 @@ def test_copies_of_unaligned_tensors_take_time_and_unaligned_biases_have_no_defa
         return torch.randn(count + 1, dtype=torch.bfloat16)[moved : moved + count].view(shape)
 
     q, k, v, bias = (made((1, 2, 16, 16), position == index) for position in range(4))
-    problem = read_call(dense_call(q, k, v)).problem
-    assert (default_backend(q, k, v, problem, bias) is None) == (index == 3)
-    assert default_backend(q, k, v, problem) == default_backend(q.clone(), k.clone(), v.clone(), problem)
+    assert (default_backend(q, k, v, Causal.NONE, bias) is None) == (index == 3)
+    aligned = default_backend(q.clone(), k.clone(), v.clone(), Causal.NONE)
+    assert default_backend(q, k, v, Causal.NONE) == aligned
     assert (copies_ms((q, k, v), TARGET) > 0) == (index < 3)
 
 
@@ -90,6 +93,15 @@ def test_unaligned_external_memory_is_copied() -> None:
     k = q.clone()
     assert q.storage_offset() == 0
     assert copies_ms((q, k, k), TARGET) > copies_ms((k, k, k), TARGET) == 0
+
+
+@pytest.mark.parametrize("causal", ["top_left", "bottom_right"])
+def test_hidden_keys_are_not_copied_for_sdpa(causal: str) -> None:
+    q = torch.randn(1, 2, 16, 16, dtype=torch.bfloat16)
+    k = torch.randn(1, 2, 64, 17, dtype=torch.bfloat16)[..., :16]
+    bound = BoundRequest.of(dense_call(q, k, k, causal=causal), platform=Machine())
+    read = k[:, :, :16] if causal == "top_left" else k
+    assert bound.sdpa_copies_ms == copies_ms((q, read, read), TARGET)
 
 
 def test_sdpa_gets_copies_of_unaligned_views_and_of_shared_heads_in_float32() -> None:
@@ -159,13 +171,11 @@ def test_float32_with_more_queries_than_keys_needs_no_mask(monkeypatch: pytest.M
 def test_fake_tensors_are_supported() -> None:
     with FakeTensorMode():
         q = torch.randn(1, 2, 16, 16, dtype=torch.bfloat16)
-        problem = read_call(dense_call(q, q, q)).problem
-        assert default_backend(q, q, q, problem) == chosen_backend(q, q, q, None, False)
+        assert default_backend(q, q, q, Causal.NONE) == chosen_backend(q, q, q, None, False)
 
 
 def test_default_backend_requires_a_call_without_mask() -> None:
     q = k = v = torch.randn(1, 2, 8, 16)
-    square = read_call(dense_call(q, k, v, causal=True)).problem
-    assert default_backend(q, k, v, square) in {"sdpa-flash", "sdpa-efficient", "sdpa-cudnn", "sdpa-math"}
-    lopsided = read_call(dense_call(q, k[:, :, :5], v[:, :, :5], causal=True)).problem
-    assert default_backend(q, k[:, :, :5], v[:, :, :5], lopsided) is None
+    causal = Causal.BOTTOM_RIGHT
+    assert default_backend(q, k, v, causal) in {"sdpa-flash", "sdpa-efficient", "sdpa-cudnn", "sdpa-math"}
+    assert default_backend(q, k[:, :, :5], v[:, :, :5], causal) is None

@@ -15,7 +15,7 @@ from flashtune.db.eligibility import by_problem
 from flashtune.dispatch.bound_request import BoundRequest
 from flashtune.dispatch.decision import Backend, choose
 from flashtune.dispatch.faster_peers import faster_peer
-from flashtune.dispatch.lookup import default_selection, proven_by
+from flashtune.dispatch.lookup import default_selection
 from flashtune.dispatch.lookup import select as select_for
 from flashtune.dispatch.nearest import distance, is_far, nearest_record, same_computation
 from flashtune.dispatch.tables import Tables, _may_serve, table_hash, tuned_records
@@ -116,8 +116,8 @@ def test_a_receipt_covers_one_kernel(problem: Problem, make_record: Make) -> Non
     record = make_record(problem)
     selection = select(problem, TARGET, tables((record,)), generated=True)
     assert record.kernel is not None
-    assert proven_by(selection, record.kernel)
-    assert not proven_by(selection, "0" * 32)
+    assert selection.proves(record.kernel)
+    assert not selection.proves("0" * 32)
 
 
 def test_masks_with_equal_diagonals_share_records(problem: Problem, make_record: Make) -> None:
@@ -222,9 +222,14 @@ def test_damaged_database_falls_back_to_shipped_tables(own_database: object) -> 
         assert tuned_records("nobodys-gpu").effective() == ()
 
 
-def test_features_that_no_family_computes_are_unfused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flashtune.dispatch.lookup.families", lambda: (find_family("forward_q_outer"),))
-    monkeypatch.setattr("flashtune.dispatch.decision.interpreting", lambda: True)
+def test_features_that_no_family_computes_are_unfused(
+    monkeypatch: pytest.MonkeyPatch, interpret: Callable[[], None]
+) -> None:
+    for module in ("lookup", "decision"):
+        monkeypatch.setattr(
+            f"flashtune.dispatch.{module}.families", lambda: (find_family("forward_q_outer"),)
+        )
+    interpret()
     q = torch.randn(1, 2, 8, 16)
     (decision,) = choose(BoundRequest.of(dense_call(q, q, q, softcap=2.0)))
     assert (decision.backend, decision.reason) == (Backend.UNFUSED, "no kernel family computes softcap")

@@ -18,11 +18,13 @@ from flashtune.core.notices import FlashtuneWarning
 from flashtune.core.problem import Bias, Causal, Dtype, Problem
 from flashtune.core.record import Record
 from flashtune.dispatch import masked_sdpa
-from flashtune.dispatch.masked_sdpa import MaskTrials, additive_mask, chosen_backend, masked_attention
+from flashtune.dispatch.masked_sdpa import MaskTrials, additive_mask, masked_attention
+from flashtune.dispatch.sdpa import chosen_backend
 from flashtune.request.call import dense_call
 from flashtune.request.read_call import read_call
 from flashtune.tuner.tables import hub_dispatcher
 from tests.support.attention_operators import by_definition
+from tests.support.fakes import install
 from tests.support.machine import Machine, tuned
 
 Make = Callable[..., Record]
@@ -254,6 +256,23 @@ def test_untuned_masks_are_served_by_estimated_times(
     assert launches == ([] if backend == "sdpa" else [told.selection.record.family])
 
 
+class Sdpa:
+    """SDPA as masks are computed with it; `attend` is another one."""
+
+    def __init__(self) -> None:
+        self.attend: Callable[..., Tensor] = scaled_dot_product_attention
+
+    def scaled_dot_product_attention(self, *inputs: Any, **options: Any) -> Tensor:
+        return self.attend(*inputs, **options)
+
+
+@pytest.fixture
+def sdpa(monkeypatch: pytest.MonkeyPatch) -> Sdpa:
+    fake = Sdpa()
+    install(monkeypatch, fake, masked_sdpa)
+    return fake
+
+
 def finite_masks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, enable_gqa: bool) -> Tensor:
     """SDPA as its cuDNN backend is where boolean masks add a finite number."""
     lowest = mask.clamp(min=-65504.0)
@@ -282,11 +301,11 @@ def test_sdpa_is_checked_before_it_serves_a_mask(
     launches: list[str],
     biased: Problem,
     make_record: Make,
-    monkeypatch: pytest.MonkeyPatch,
+    sdpa: Sdpa,
     backend: Callable[..., Tensor],
     why: str,
 ) -> None:
-    monkeypatch.setattr(masked_sdpa, "scaled_dot_product_attention", backend)
+    sdpa.attend = backend
     tuned(machine, masked_record(make_record, biased, sdpa_cudnn=0.3))
     given, options = call_of(biased)
     assert flashtune.explain(*given, **options).backend == "sdpa", "nothing was tried so far"
@@ -306,14 +325,14 @@ def test_generated_kernel_serves_tensors_that_sdpa_refuses(
     launches: list[str],
     biased: Problem,
     make_record: Make,
-    monkeypatch: pytest.MonkeyPatch,
+    sdpa: Sdpa,
 ) -> None:
     def refuses_these(q: Tensor, *rest: Any, **options: Any) -> Tensor:
         if q.shape[2] == biased.seqlen_q:
             raise RuntimeError("misaligned strides")
         return scaled_dot_product_attention(q, *rest, **options)
 
-    monkeypatch.setattr(masked_sdpa, "scaled_dot_product_attention", refuses_these)
+    sdpa.attend = refuses_these
     tuned(machine, masked_record(make_record, biased, sdpa_cudnn=0.3))
     given, options = call_of(biased)
     with pytest.warns(FlashtuneWarning, match="refuses its mask .RuntimeError: misaligned strides"):
@@ -327,14 +346,14 @@ def test_generated_kernel_serves_if_sdpa_runs_out_of_memory(
     launches: list[str],
     biased: Problem,
     make_record: Make,
-    monkeypatch: pytest.MonkeyPatch,
+    sdpa: Sdpa,
 ) -> None:
     def without_memory(q: Tensor, *rest: Any, **options: Any) -> Tensor:
         if q.shape[2] == biased.seqlen_q:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return scaled_dot_product_attention(q, *rest, **options)
 
-    monkeypatch.setattr(masked_sdpa, "scaled_dot_product_attention", without_memory)
+    sdpa.attend = without_memory
     tuned(machine, masked_record(make_record, biased, sdpa_cudnn=0.3))
     given, options = call_of(biased)
     with pytest.warns(FlashtuneWarning, match="has no memory for its mask"):
@@ -369,14 +388,14 @@ def test_refusal_is_cached_by_strides(
     launches: list[str],
     biased: Problem,
     make_record: Make,
-    monkeypatch: pytest.MonkeyPatch,
+    sdpa: Sdpa,
 ) -> None:
     def refuses_gaps(q: Tensor, *rest: Any, **options: Any) -> Tensor:
         if q.shape[2] == biased.seqlen_q and not q.is_contiguous():
             raise RuntimeError("no such strides")
         return scaled_dot_product_attention(q, *rest, **options)
 
-    monkeypatch.setattr(masked_sdpa, "scaled_dot_product_attention", refuses_gaps)
+    sdpa.attend = refuses_gaps
     tuned(machine, masked_record(make_record, biased, sdpa_cudnn=0.3))
     (q, k, v), options = call_of(biased)
     apart = torch.cat([q, q], -1)[..., : q.shape[-1]]
@@ -391,7 +410,6 @@ def test_sdpa_check_runs_on_the_serving_backend(
     launches: list[str],
     biased: Problem,
     make_record: Make,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     machine.usual_of_trials = "sdpa-efficient"
     tuned(machine, masked_record(make_record, biased, sdpa_cudnn=0.3))
@@ -402,7 +420,7 @@ def test_sdpa_check_runs_on_the_serving_backend(
 
 
 def test_only_the_checked_sdpa_backend_serves(
-    machine: Machine, launches: list[str], biased: Problem, make_record: Make, monkeypatch: pytest.MonkeyPatch
+    machine: Machine, launches: list[str], biased: Problem, make_record: Make, sdpa: Sdpa
 ) -> None:
     calls = []
 
@@ -410,7 +428,7 @@ def test_only_the_checked_sdpa_backend_serves(
         calls.append(machine.usual)
         return scaled_dot_product_attention(*given, **options)
 
-    monkeypatch.setattr(masked_sdpa, "scaled_dot_product_attention", counted)
+    sdpa.attend = counted
     tuned(machine, masked_record(make_record, biased, sdpa_cudnn=0.3))
     given, options = call_of(biased)
     expected = flashtune.attention(*given, **options)

@@ -14,7 +14,6 @@ from flashtune.core.problem import Dtype, Problem
 from flashtune.core.record import Record, Selection, VerificationStatus
 from flashtune.core.target import Target, find_target
 from flashtune.db.eligibility import by_problem
-from flashtune.dispatch import sdpa
 from flashtune.dispatch.bound_request import BoundRequest
 from flashtune.dispatch.decision import Backend, Decision, choose
 from flashtune.dispatch.lookup import default_selection, default_selections, select
@@ -23,8 +22,7 @@ from flashtune.dispatch.versions import current_versions
 from flashtune.request.call import dense_call
 from flashtune.runtime import passes
 from flashtune.runtime.kernel_loader import LoadedKernel
-from flashtune.runtime.passes import forward_pass
-from flashtune.runtime.prepare import prepared
+from flashtune.runtime.passes import forward_pass, prepared
 from flashtune.templates.family import Family
 from tests.support.machine import Machine
 
@@ -131,9 +129,9 @@ def test_error_contains_the_reason_of_each_family(native: Family, problem: Probl
 
 
 def test_gluon_kernels_are_not_selected_under_the_interpreter(
-    native: Family, problem: Problem, monkeypatch: pytest.MonkeyPatch
+    native: Family, problem: Problem, interpret: Callable[[], None]
 ) -> None:
-    monkeypatch.setattr("flashtune.dispatch.lookup.interpreting", lambda: True)
+    interpret()
     assert default_selection(problem, H200, ALIGNED).record.family == "forward_q_outer"
 
 
@@ -153,14 +151,14 @@ def decided(tuned: Tables, misaligned: bool) -> tuple[BoundRequest, Decision]:
 
 
 def test_explain_names_the_rejected_family(
-    native: Family, problem: Problem, make_record: Make, monkeypatch: pytest.MonkeyPatch
+    native: Family, problem: Problem, make_record: Make, copy_ms: Callable[[float], None]
 ) -> None:
     tuned = tables(native_record(make_record, native, problem), make_record(problem))
     _, aligned = decided(tuned, misaligned=False)
     assert aligned.reason == "it is selected in the table that ships for this GPU"
     _, copied = decided(tuned, misaligned=True)
     assert copied.reason.startswith("q, k, v are copied first")
-    monkeypatch.setattr(sdpa, "COPY_MS", math.inf)
+    copy_ms(math.inf)
     _, misaligned = decided(tuned, misaligned=True)
     assert misaligned.selection is not None
     assert misaligned.selection.record.family == "forward_q_outer"

@@ -25,8 +25,7 @@ from flashtune.dispatch.sdpa_times import expected_peers
 from flashtune.dispatch.tables import Tables
 from flashtune.launch.kernel_cache import kernel_of
 from flashtune.request.request import Prefer
-from flashtune.runtime.passes import Pass
-from flashtune.runtime.prepare import prepared
+from flashtune.runtime.passes import Pass, prepared
 from flashtune.templates.forward_hopper.space import HopperConfig
 from flashtune.templates.registry import find_family
 from tests.runtime.training.training_calls import backward_record

@@ -8,8 +8,8 @@ import torch
 from flashtune.core.target import Target
 from flashtune.dispatch.bound_request import BoundRequest
 from flashtune.dispatch.decision import choose
-from flashtune.dispatch.masked_sdpa import shares_heads
 from flashtune.dispatch.platform import Platform
+from flashtune.dispatch.sdpa import shares_heads
 from flashtune.request.call import dense_call
 from tests.support.untuned import TARGET
 

@@ -12,6 +12,8 @@ from flashtune.core.errors import KernelError, VerificationError
 from flashtune.core.notices import FlashtuneWarning, search_command
 from flashtune.core.problem import Problem
 from flashtune.core.record import Record
+from flashtune.request.call import dense_call
+from flashtune.runtime.op_library import operands
 from flashtune.tuner.workloads.shapes import parse_shape
 from tests.support.machine import Machine, expected, inputs, tuned
 
@@ -140,6 +142,38 @@ def test_calls_with_other_addresses_are_known_during_a_capture(
     machine.capturing = True
     with pytest.raises(KernelError, match="being captured"):
         flashtune.attention(*shifted, causal=False)
+
+
+@pytest.mark.filterwarnings("ignore::flashtune.FlashtuneWarning")
+def test_gradients_of_other_addresses_are_known_during_a_capture(machine: Machine, problem: Problem) -> None:
+    """Also at the operator of the backward pass, which compiled programs call."""
+    aligned = inputs(problem)
+    shifted = [
+        torch.empty(tensor.numel() + 1, dtype=tensor.dtype)[1:].view(tensor.shape) for tensor in aligned
+    ]
+    for operand, other in zip(shifted, aligned, strict=True):
+        operand.copy_(other)
+    out, lse = flashtune.attention(*aligned, causal=True, return_lse=True)
+    launches: list[tuple[torch.Tensor, ...]] = []
+    machine.launch = lambda *_, **options: lambda values, *scale: launches.append(values)
+
+    def run_backward(*tensors: torch.Tensor) -> None:
+        call = dense_call(*tensors, causal=True, return_lse=True)
+        torch.ops.flashtune.attention_backward(torch.ones_like(out), None, out, lse, *operands(call))
+
+    run_backward(*shifted)
+    machine.capturing = True
+    run_backward(*aligned)
+    assert len(launches) == 2
+
+
+@pytest.mark.filterwarnings("ignore::flashtune.FlashtuneWarning")
+def test_calls_of_other_lengths_share_a_rendered_kernel(machine: Machine, problem: Problem) -> None:
+    q, k, v = inputs(problem)
+    for length in (problem.seqlen_q, problem.seqlen_q - 1):
+        flashtune.attention(q[:, :, :length], k, v, causal=True, prefer="generated")
+    first, second = machine.kernels
+    assert first is second
 
 
 def test_kernel_that_does_not_compile_is_replaced(

@@ -1,9 +1,12 @@
 """Tests of the binary cache: compilation, loading and their failures happen once."""
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from flashtune.core.errors import KernelError
 from flashtune.core.kernel import Kernel
@@ -59,6 +62,25 @@ def test_failed_load_is_cached(kernel: Kernel) -> None:
         with pytest.raises(KernelError, match="shared memory"):
             binaries.of(kernel, H200, CPU)
     assert asked == ["kernel"]
+
+
+def test_cached_error_keeps_no_tensors_of_callers(kernel: Kernel) -> None:
+    def refuse(kernel: Kernel, target: Target) -> Binary:
+        raise KernelError("PTXASError: out of registers")
+
+    binaries = Binaries(refuse)
+
+    def call(q: Tensor) -> None:
+        with pytest.raises(KernelError):
+            binaries.of(kernel, H200, q.device)
+
+    for _ in range(2):
+        q = torch.zeros(1)
+        alive = weakref.ref(q)
+        call(q)
+        del q
+        gc.collect()
+        assert alive() is None
 
 
 def test_other_errors_are_not_cached(kernel: Kernel) -> None:

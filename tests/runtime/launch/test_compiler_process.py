@@ -13,7 +13,7 @@ from flashtune.core.errors import KernelError
 from flashtune.core.kernel import Kernel, Specialization
 from flashtune.core.problem import Problem
 from flashtune.core.record import Record
-from flashtune.core.target import find_target
+from flashtune.core.target import Target, find_target
 from flashtune.launch import compiler_process
 from flashtune.launch.compilation import is_compiled
 from flashtune.launch.compiler_process import CompilerProcess
@@ -51,12 +51,34 @@ def test_a_kernel_comes_from_another_process(
     loader.compile_apart(compiler, record, NEEDED, TARGET)
     assert [*loader.rendered.values()] == [want]
     assert is_compiled(want, TARGET)
-    monkeypatch.setattr(compiler, "_ask", None)
+    compiler._ask = None  # type: ignore[assignment, method-assign]
     loader.compile_apart(compiler, record, NEEDED, TARGET)  # sends nothing to the process
     process = compiler._process
     assert process is not None
     compiler.close()
     assert process.returncode == 0
+
+
+def test_kernels_are_compiled_apart_for_each_gpu_and_after_their_eviction(
+    record: Record, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    kernel, targets = kernel_of(record, NEEDED), []
+
+    class Evicting(CompilerProcess):
+        """Renders kernels, whose binaries are not in Triton's cache afterwards."""
+
+        def prepared(self, record: Record, specialization: Specialization, target: Target) -> Kernel:
+            targets.append(target)
+            return kernel
+
+    loader, h100 = KernelLoader(), find_target("h100")
+    loader.compile_apart(Evicting(), record, NEEDED, TARGET)
+    assert loader.kernel_of(record, NEEDED, TARGET) is kernel
+    assert loader.kernel_of(record, NEEDED, h100) is not kernel
+    for target in (h100, TARGET):
+        loader.compile_apart(Evicting(), record, NEEDED, target)
+    assert targets == [TARGET, h100, TARGET]
 
 
 def test_failures_are_left_to_the_caller(
@@ -97,7 +119,7 @@ def test_a_partial_answer_is_left_to_the_caller(
     record: Record, compiler: CompilerProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(compiler, "_ask", lambda line: b'{"source"')
+    compiler._ask = lambda line: b'{"source"'  # type: ignore[method-assign]
     assert compiler.prepared(record, NEEDED, TARGET) is None
 
 

@@ -1,10 +1,9 @@
 """Tests of direct launches against Triton's own launcher."""
 
-import contextlib
 import functools
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +17,7 @@ from flashtune.launch import launch, launcher
 from flashtune.launch.launch import Stage, launch_of
 from flashtune.launch.launcher import direct_launch, queue_of
 from tests.emulator.tensor_maps import NOTES, Driver
+from tests.runtime.conftest import Devices
 
 pytestmark = pytest.mark.tritons
 
@@ -38,31 +38,12 @@ SAID = {
 }
 
 
-class Devices:
-    """Which device is current."""
-
-    def __init__(self) -> None:
-        self.current = 3
-        self.entered: list[int] = []
-
-    @contextlib.contextmanager
-    def device(self, index: torch.device | int) -> Iterator[None]:
-        index = index if isinstance(index, int) else index.index
-        before, self.current = self.current, index
-        self.entered.append(index)
-        yield
-        self.current = before
-
-
-@pytest.fixture
-def devices(gpu: Driver, monkeypatch: pytest.MonkeyPatch) -> Devices:
-    made = Devices()
-    monkeypatch.setattr(torch.cuda, "device", made.device)
-    monkeypatch.setattr(launch, "current_device", lambda: made.current)
+@pytest.fixture(autouse=True)
+def device(gpu: Driver, devices: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
+    devices.current = 3
     # Arguments are numbers here, not tensors.
     monkeypatch.setattr(launch, "address_of", lambda value: value)
     monkeypatch.setattr(launch, "current_stream", gpu.get_current_stream)
-    return made
 
 
 def a_launcher(passed: list[Any], described: bool = False, **said: Any) -> Any:

@@ -2,7 +2,6 @@
 
 import contextlib
 import threading
-from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +10,8 @@ import torch
 from torch import Tensor
 
 from flashtune.launch import workspaces
-from flashtune.launch.workspaces import BORDER, MIN_KEPT_BYTES, Memory, Workspaces, allocator
+from flashtune.launch.workspaces import BORDER, MIN_KEPT_BYTES, Workspaces, allocator
+from tests.runtime.conftest import Pool
 
 CPU = torch.device("cpu")
 
@@ -39,28 +39,6 @@ def test_allocations_work_in_and_out_of_inference_mode(inference: bool) -> None:
         made = allocate()
     assert made.is_inference() is not inference
     assert not made.requires_grad
-
-
-class Pool:
-    """Memory of streams, in place of a GPU's."""
-
-    def __init__(self) -> None:
-        self.made: list[tuple[int, int]] = []
-        self.capturing = False
-
-    def make(self, size: int, device: torch.device, stream: int) -> Memory:
-        self.made.append((size, stream))
-        tensor = torch.empty(size, dtype=torch.uint8)
-        return Memory(tensor, tensor.data_ptr(), size)
-
-
-@pytest.fixture
-def pool(monkeypatch: pytest.MonkeyPatch) -> Pool:
-    fake = Pool()
-    monkeypatch.setattr(workspaces, "_made", fake.make)
-    monkeypatch.setattr(workspaces, "_kept", defaultdict(lambda: defaultdict(list)))
-    monkeypatch.setattr(workspaces, "capturing", lambda: fake.capturing)
-    return fake
 
 
 SHAPES = {"one": (3, 50), "two": (1,), "three": (2, 64)}
@@ -106,12 +84,12 @@ def test_memory_grows(pool: Pool) -> None:
 
 def test_graphs_and_large_workspaces_allocate(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     planned = Workspaces(SHAPES, CPU)
-    pool.capturing = True
+    pool.is_capturing = True
     first, held, give_back = planned.take(0)
     give_back(held)
     second, _, _ = planned.take(0)
     assert first != second, "the graph's pool owns both, and neither is kept"
-    pool.capturing = False
+    pool.is_capturing = False
     monkeypatch.setattr(workspaces, "MAX_KEPT_BYTES", SIZE - 1)
     planned.take(0)
     assert pool.made == []

@@ -26,14 +26,18 @@ FORK = r"""
 import os, sys, time
 from pathlib import Path
 from flashtune.core.files import alone_with
+def wait():
+    os.write(1, b"child\n")
+    time.sleep(60.0)
 with alone_with(Path(sys.argv[1]), 5.0):
     child = os.fork()
     if child:
         os.write(1, b"%d\n" % child)
         time.sleep(float(sys.argv[2]))
+    elif sys.argv[3] == "inside":
+        wait()
 if not child:
-    os.write(1, b"left\n")
-    time.sleep(60.0)
+    wait()
 """
 
 
@@ -70,14 +74,18 @@ def test_lock_waits_for_live_processes_only(tmp_path: Path) -> None:
         pass
 
 
-@pytest.mark.parametrize("seconds", [0.0, 60.0], ids=["released", "killed"])
-def test_forked_child_does_not_hold_the_lock(tmp_path: Path, seconds: float) -> None:
+@pytest.mark.parametrize(
+    ("seconds", "place"),
+    [(0.0, "outside"), (60.0, "outside"), (0.0, "inside")],
+    ids=["released", "killed", "released with a child inside"],
+)
+def test_forked_child_does_not_hold_the_lock(tmp_path: Path, seconds: float, place: str) -> None:
     path = tmp_path / "lock"
-    command = [sys.executable, "-c", FORK, str(path), str(seconds)]
+    command = [sys.executable, "-c", FORK, str(path), str(seconds), place]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
         lines = [parent.stdout.readline(), parent.stdout.readline()]
-        child = int(next(line for line in lines if line != b"left\n"))
+        child = int(next(line for line in lines if line != b"child\n"))
         try:
             if seconds:
                 with pytest.raises(TimeoutError), alone_with(path, 0.1):
@@ -99,15 +107,32 @@ def test_lock_of_a_module_is_free_in_a_forked_child() -> None:
 
     thread = threading.Thread(target=hold)
     thread.start()
-    held.wait(60.0)
+    assert held.wait(60.0)
     child = os.fork()
     if not child:
-        signal.alarm(10)
-        with lock, lock:
-            os._exit(0)
+        code = 1
+        try:
+            signal.alarm(10)
+            with lock, lock:
+                code = 0
+        finally:
+            os._exit(code)
     ends.set()
     thread.join()
     assert os.waitpid(child, 0)[1] == 0
+
+
+def test_lock_of_a_module_is_left_in_both_processes_after_a_fork_in_its_block() -> None:
+    lock = ModuleLock()
+    with lock, lock:
+        child = os.fork()
+        if not child:
+            signal.alarm(10)
+    if not child:
+        with lock:
+            os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert lock._acquired == []
 
 
 def test_removed_lock_file_does_not_block(tmp_path: Path) -> None:

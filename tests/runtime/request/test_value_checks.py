@@ -10,10 +10,10 @@ from torch import Tensor
 
 import flashtune
 from flashtune.core.errors import ProblemError
+from flashtune.dispatch.platform import Platform
 from flashtune.kv_cache.cache import PagedKVCache
 from flashtune.request.call import Call, dense_call, paged_call, varlen_call
 from flashtune.request.read_call import read_call
-from flashtune.runtime import value_checks
 from flashtune.runtime.call_cache import run_call
 from flashtune.runtime.value_checks import values_are_checked, with_checks
 from tests.problems.features import KEYS, QUERIES, paged, starts
@@ -169,10 +169,14 @@ def test_executor_is_not_wrapped_without_value_checks(monkeypatch: pytest.Monkey
     assert with_checks(server, plain) is server, "there is no value to check"
 
 
-def test_values_are_not_read_during_graph_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+class Capturing(Platform):
+    def is_capturing(self, device: torch.device) -> bool:
+        return True
+
+
+def test_values_are_not_read_during_graph_capture() -> None:
     call = pages(kv_lengths=LENGTHS + 9)
-    checked = with_checks(server, read_call(call))
-    monkeypatch.setattr(value_checks, "is_capturing", lambda tensor: True)
+    checked = with_checks(server, read_call(call), Capturing())
     assert torch.equal(checked(call.q, call.k, call.v, None, call.side), torch.zeros(()))  # type: ignore[arg-type]
 
 

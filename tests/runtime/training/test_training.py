@@ -10,8 +10,10 @@ import flashtune
 from flashtune.core.errors import KernelError, ProblemError, VerificationError
 from flashtune.core.notices import FlashtuneWarning
 from flashtune.core.problem import Problem
-from flashtune.dispatch import decision
+from flashtune.dispatch.bound_request import BoundRequest
+from flashtune.request.call import dense_call
 from flashtune.runtime import prepare
+from flashtune.runtime.kernel_loader import KernelLoader
 from flashtune.runtime.session import SESSION
 from tests.runtime.training.training_calls import (
     Make,
@@ -50,6 +52,13 @@ def test_sdpa_serves_both_passes_where_kernels_fail(machine: Machine, problem: P
     assert (machine.launches, machine.backward_launches) == (0, 0)
     with pytest.raises(VerificationError, match="failed its self-check"):
         gradients(problem, q, k, v, prefer="generated")
+
+
+@pytest.mark.parametrize("seqlen", [0, 8])
+def test_backward_operators_refuse_tensors_on_the_cpu(seqlen: int) -> None:
+    q = torch.zeros(1, 2, seqlen, 16, requires_grad=True)
+    with pytest.raises(ProblemError, match="the tensors are on cpu: move them to a GPU"):
+        prepare.prepare_alone(BoundRequest.of(dense_call(q, q, q)), KernelLoader())
 
 
 @pytest.mark.parametrize("failing", ["forward", "backward"])
@@ -117,7 +126,7 @@ def test_compile_traces_operators_of_the_backend_of_both_passes(
 def test_kernels_compute_masks_that_sdpa_refuses_or_compilers_trace(
     machine: Machine, problem: Problem, monkeypatch: pytest.MonkeyPatch, is_compiled: bool
 ) -> None:
-    monkeypatch.setattr(decision, "is_untrusted", lambda *_: True)
+    machine.is_untrusted = True
     monkeypatch.setattr(prepare, "masked_sdpa_executor", lambda *_: None)
     machine.usual = "sdpa-efficient"
     mask = torch.ones(problem.batch, 1, problem.seqlen_q, problem.seqlen_kv, dtype=torch.bool)

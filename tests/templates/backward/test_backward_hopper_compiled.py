@@ -21,32 +21,10 @@ FEATURES: tuple[dict[str, Any], ...] = (
     {"causal": Causal.BOTTOM_RIGHT, "softcap": True, "packed": 1, "sinks": True},
     {"packed": 1},
 )
-# Problems, whether the log-sum-exp has a gradient, and the bytes that may be spilled.
-COMPILED = [
-    *(
-        (a_problem(dim, **a, **b), True, 16)
-        for dim in (64, 96, 128, 192, 256)
-        for a in CAUSAL
-        for b in ORDERED
-    ),
-    *(
-        (a_problem(dim, **a, dropout=True), False, 64 if dim == 64 else 16)
-        for dim in (64, 96, 128)
-        for a in CAUSAL
-    ),
-    *(
-        (a_problem(dim, **a, **b), False, 40 if dim == 256 else 32)
-        for dim in (64, 128, 256)
-        for a in FEATURES
-        for b in ORDERED
-    ),
-]
 
 
-@pytest.mark.slow
-@pytest.mark.sampled(every=5)
-@pytest.mark.parametrize(("problem", "lse", "spilled"), COMPILED, ids=lambda case: getattr(case, "key", case))
-def test_default_config_has_asynchronous_wgmma(problem: Problem, lse: bool, spilled: int) -> None:
+def check_default_config(problem: Problem, spilled: int, lse: bool = False) -> None:
+    """Compiles the default config, of which `spilled` bytes may be spilled."""
     kernel = kernel_of(problem, Specialization(lse=lse))
     main, prologue, epilogue = (part.resources for part in read_parts(kernel, H200))
     model = sum(item.bytes for item in FAMILY.sram_items(problem, FAMILY.default(problem, H200), H200, PLAIN))
@@ -58,6 +36,36 @@ def test_default_config_has_asynchronous_wgmma(problem: Problem, lse: bool, spil
     assert not main.serialized_wgmma
     assert main.spill_bytes <= spilled
     assert prologue.spill_bytes == epilogue.spill_bytes == 0
+
+
+@pytest.mark.slow
+@pytest.mark.sampled
+@pytest.mark.parametrize("order", ORDERED, ids=str)
+@pytest.mark.parametrize("causal", CAUSAL, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+def test_default_config_has_asynchronous_wgmma(
+    head_dim: int, causal: dict[str, Any], order: dict[str, Any]
+) -> None:
+    check_default_config(a_problem(head_dim, **causal, **order), 16, lse=True)
+
+
+@pytest.mark.slow
+@pytest.mark.sampled
+@pytest.mark.parametrize("causal", CAUSAL, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+def test_dropout_has_asynchronous_wgmma(head_dim: int, causal: dict[str, Any]) -> None:
+    check_default_config(a_problem(head_dim, **causal, dropout=True), 64 if head_dim == 64 else 16)
+
+
+@pytest.mark.slow
+@pytest.mark.sampled
+@pytest.mark.parametrize("order", ORDERED, ids=str)
+@pytest.mark.parametrize("features", FEATURES, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_features_have_asynchronous_wgmma(
+    head_dim: int, features: dict[str, Any], order: dict[str, Any]
+) -> None:
+    check_default_config(a_problem(head_dim, **features, **order), 40 if head_dim == 256 else 32)
 
 
 @pytest.mark.slow

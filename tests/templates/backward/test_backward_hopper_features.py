@@ -133,7 +133,9 @@ ORDERS: tuple[dict[str, Any], ...] = (
         (128, Causal.BOTTOM_RIGHT, False),
     ],
 )
-def test_dropout_and_orders_of_steps(head_dim: int, causal: Causal, dropout: bool) -> None:
+def test_gradients_match_the_reference_with_dropout_and_other_orders(
+    head_dim: int, causal: Causal, dropout: bool
+) -> None:
     for order in ORDERS:
         emulated(a_problem(head_dim, causal=causal, dropout=dropout), 2, **order)
 

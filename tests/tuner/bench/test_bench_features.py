@@ -127,7 +127,11 @@ def test_flash_attn_4_computes_features(name: str, monkeypatch: pytest.MonkeyPat
             bind_peer(FLASH_ATTN_4, problem, tensors)
         return
     monkeypatch.setitem(sys.modules, "flash_attn.cute", FakeFlashAttention4(problem))
-    assert output_judge(problem, tensors)(bind_peer(FLASH_ATTN_4, problem, tensors).run()) <= 1
+    judge, out = output_judge(problem, tensors), bind_peer(FLASH_ATTN_4, problem, tensors).run()
+    assert isinstance(out, Tensor)
+    assert judge(out) <= 1 < judge(out.flip(1)), "heads in another order are wrong"
+    with pytest.raises(RefusalError, match="fp32"):
+        bind_peer(FLASH_ATTN_4, msgspec.structs.replace(problem, dtype=Dtype.FP32), tensors)
 
 
 def by_unfused(make: Callable[..., Call]) -> Callable[..., Tensor]:

@@ -82,14 +82,15 @@ def test_baselines_do_not_support_quantised_inputs(name: str) -> None:
 
 
 def test_baseline_that_is_not_installed_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer_runs, "version_of", lambda _: "")
+    version = ""
+    monkeypatch.setattr(peer_runs, "version_of", lambda _: version)
     assert not {FLASH_ATTN_4, FLASHINFER} & {*installed_peers()}
     assert check_peers((FLEX, CUDNN, FLEX)) == (FLEX, CUDNN)
     with pytest.raises(UsageError, match="pip install flash-attn-4"):
         check_peers((FLASH_ATTN_4,))
     with pytest.raises(UsageError, match="pip install flashinfer-python"):
         check_peers((FLASHINFER,))
-    monkeypatch.setattr(peer_runs, "version_of", lambda _: "4.0.0")
+    version = "4.0.0"
     assert installed_peers() == PEERS
 
 

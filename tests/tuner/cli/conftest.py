@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
@@ -35,6 +36,16 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
         return CliRunner().invoke(main, [str(argument) for argument in arguments], prog_name="flashtune")
 
     return invoke
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> mock.Mock:
+    """A compiler that answers at once, and caches of the test's own."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    fake = mock.Mock(return_value=Resources(sram_bytes=50_000, registers=128, spill_bytes=8))
+    for module in ("binary.resources", "analysis.explain"):
+        monkeypatch.setattr(f"flashtune.tuner.{module}.read_resources", fake)
+    return fake
 
 
 @pytest.fixture

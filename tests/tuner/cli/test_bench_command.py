@@ -1,6 +1,7 @@
 """Tests of the `flashtune bench` command: saving, loading and refusals."""
 
 import json
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -85,7 +86,7 @@ def test_a_plot_has_a_panel_for_each_mask_and_head_dim(run: Run, saved: Path, tm
 def test_plot_without_plotly_is_refused_before_timing(
     run: Run, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "plotly", None)
     result = run("bench", "--load", saved, "--plot", tmp_path / "plot.html")
     assert result.exit_code == 2
     assert "flashtune[plot]" in result.output

@@ -10,7 +10,7 @@ import pytest
 from click.testing import Result
 
 from flashtune.core.errors import KernelError
-from flashtune.core.record import Record, Resources
+from flashtune.core.record import Record
 from flashtune.core.target import find_target
 from flashtune.db.codec import Check
 from flashtune.db.table import TunedTable
@@ -19,15 +19,6 @@ from flashtune.tuner.analysis import doctor
 from flashtune.tuner.analysis.doctor import Level, examine, gpu, interpreter, library, shipped
 from flashtune.tuner.tables import listing, lookup
 from tests.tuner.cli.conftest import Run
-
-
-@pytest.fixture
-def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> mock.Mock:
-    """A compiler that answers at once, and caches of the test's own."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
-    fake = mock.Mock(return_value=Resources(sram_bytes=1))
-    monkeypatch.setattr("flashtune.tuner.binary.resources.read_resources", fake)
-    return fake
 
 
 def findings(result: Result) -> dict[str, tuple[str, str]]:
@@ -171,14 +162,15 @@ def test_shipped_kernels_are_counted_as_in_dispatch(
     assert f"2 kernels, {f'{left} not' if left else 'all'} verified" in finding.message
 
 
-def test_interpreter_requires_older_numpy_under_triton_3_6(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interpreter_requires_older_numpy_under_triton_3_6(
+    interpret: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert interpreter().level is Level.OK
-    monkeypatch.setattr("flashtune.launch.compilation.interpreting", lambda: True)
+    interpret()
     monkeypatch.setattr("triton.__version__", "3.6.0")
-    monkeypatch.setattr("numpy.__version__", "2.4.1")
-    assert interpreter().level is Level.FAIL
-    monkeypatch.setattr("numpy.__version__", "2.3.5")
-    assert interpreter().level is Level.WARN
+    for version, level in (("2.4.1", Level.FAIL), ("2.3.5", Level.WARN)):
+        monkeypatch.setattr("numpy.__version__", version)
+        assert interpreter().level is level
 
 
 @pytest.mark.gpu

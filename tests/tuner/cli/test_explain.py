@@ -1,13 +1,14 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import msgspec
 import pytest
 
 from flashtune.core.errors import KernelError, ProblemError, UsageError
 from flashtune.core.problem import Causal, Problem
-from flashtune.core.record import Outcome, Provenance, Record, Resources
+from flashtune.core.record import Outcome, Provenance, Record
 from flashtune.core.target import find_target
 from flashtune.runtime.unfused import standard_hbm_items
 from flashtune.templates.registry import find_family
@@ -21,16 +22,6 @@ from tests.tuner.cli.conftest import Run
 Stored = tuple[Record, ...]
 H200 = find_target("h200")
 Q_OUTER = find_family("forward_q_outer")
-
-
-@pytest.fixture
-def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replaces the compiler, which takes a second per kernel."""
-
-    def read(*_: object) -> Resources:
-        return Resources(sram_bytes=50_000, registers=128, spill_bytes=8)
-
-    monkeypatch.setattr("flashtune.tuner.analysis.explain.read_resources", read)
 
 
 def test_explain_compares_the_selection_with_other_candidates(run: Run, stored: Stored, shape: str) -> None:
@@ -63,7 +54,7 @@ def test_json_explains_in_full(run: Run, stored: Stored, shape: str) -> None:
 
 
 def test_explain_uses_the_default_without_a_database(
-    run: Run, shape: str, no_compiler: None, tmp_path: Path
+    run: Run, shape: str, compiler: mock.Mock, tmp_path: Path
 ) -> None:
     result = run("explain", "--shape", shape, "--target", "a100", "--json")
     assert result.exit_code == 0, result.output
@@ -74,7 +65,7 @@ def test_explain_uses_the_default_without_a_database(
     assert not (tmp_path / "flashtune.sqlite").exists()
 
 
-def test_explain_accepts_a_config(run: Run, stored: Stored, shape: str, no_compiler: None) -> None:
+def test_explain_accepts_a_config(run: Run, stored: Stored, shape: str, compiler: mock.Mock) -> None:
     arguments = ("explain", "--shape", shape, "--target", "h200", "--json", "--config", "block_n=32")
     (told,) = json.loads(run(*arguments).stdout)
     assert told["source"] == "command line"
@@ -82,13 +73,8 @@ def test_explain_accepts_a_config(run: Run, stored: Stored, shape: str, no_compi
     assert told["sram"]["compiled"] == 50_000
 
 
-def test_explain_supports_kernels_that_do_not_compile(
-    run: Run, shape: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object) -> Resources:
-        raise KernelError("RuntimeError: [PassManager::run failed]")
-
-    monkeypatch.setattr("flashtune.tuner.analysis.explain.read_resources", refuse)
+def test_explain_supports_kernels_that_do_not_compile(run: Run, shape: str, compiler: mock.Mock) -> None:
+    compiler.side_effect = KernelError("RuntimeError: [PassManager::run failed]")
     result = run("explain", "--shape", shape, "--target", "h200")
     assert result.exit_code == 0, result.output
     assert "[PassManager::run failed]" in result.stdout
@@ -110,7 +96,7 @@ def test_prefill_is_compute_bound_and_decoding_is_memory_bound() -> None:
     assert bound.bound_ms == pytest.approx(1e3 * decode.minimal_bytes() / 4.8e12)
 
 
-def test_unfused_attention_has_more_traffic_on_long_sequences(no_compiler: None) -> None:
+def test_unfused_attention_has_more_traffic_on_long_sequences(compiler: mock.Mock) -> None:
     (long,) = parse_shape("heads=16,seqlen=8192,head_dim=64")
     told = explain(choose(long, find_target("a100"), None, "forward_q_outer"), ())
     ways = {way.name: way.bytes for way in told.traffic}

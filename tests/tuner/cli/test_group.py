@@ -59,12 +59,13 @@ def test_version(run: Run) -> None:
     assert result.output.startswith("flashtune 0.")
 
 
-def raising(error: BaseException) -> click.Command:
+def show_fails(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> Result:
     @click.command("show")
     def command() -> None:
         raise error
 
-    return command
+    monkeypatch.setattr("flashtune.tuner.cli.commands.show.command", command)
+    return CliRunner().invoke(main, ["show"])
 
 
 @pytest.mark.parametrize(
@@ -80,16 +81,14 @@ def raising(error: BaseException) -> click.Command:
 def test_errors_are_one_sentence_with_an_exit_code(
     monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, sentence: str
 ) -> None:
-    monkeypatch.setattr("flashtune.tuner.cli.commands.show.command", raising(error))
-    result = CliRunner().invoke(main, ["show"])
+    result = show_fails(monkeypatch, error)
     assert result.exit_code == code
     assert result.stderr == sentence
     assert result.stdout == ""
 
 
 def test_unexpected_exceptions_are_not_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flashtune.tuner.cli.commands.show.command", raising(RuntimeError("a bug")))
-    result = CliRunner().invoke(main, ["show"])
+    result = show_fails(monkeypatch, RuntimeError("a bug"))
     assert isinstance(result.exception, RuntimeError)
 
 

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from unittest import mock
 
 import msgspec
 import pytest
@@ -99,16 +100,13 @@ def test_native_family_is_refused_on_other_gpus_with_a_reason(run: Run, native: 
     assert "def forward_q_outer(" in default.stdout
 
 
-def test_doctor_compiles_gluon_kernels_of_the_target(
-    run: Run, native: Family, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_doctor_compiles_gluon_kernels_of_the_target(run: Run, native: Family, compiler: mock.Mock) -> None:
     def refuse_gluon(kernel: object, target: object) -> Resources:
         if getattr(kernel, "family", "") == native.name:
             raise KernelError("AttributeError: this Triton calls it otherwise")
         return Resources(sram_bytes=1)
 
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
-    monkeypatch.setattr("flashtune.tuner.binary.resources.read_resources", refuse_gluon)
+    compiler.side_effect = refuse_gluon
     result = run("doctor", "--target", "h200", "--json")
     assert result.exit_code == 0, result.output
     by_check = {row["name"]: row for row in json.loads(result.stdout)}

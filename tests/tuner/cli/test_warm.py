@@ -17,9 +17,10 @@ from flashtune.core.target import find_target
 from flashtune.db.table import TunedTable, dump_table
 from flashtune.dispatch.tables import tuned_records
 from flashtune.recording.recorder import CallCount, add_counts
+from flashtune.runtime.kernel_loader import KernelLoader
 from flashtune.tuner.candidates import Candidate, SearchTask
 from flashtune.tuner.execution.compile_pool import Compiled, CompilePool
-from flashtune.tuner.tables.warm import calls_of, needs_of
+from flashtune.tuner.tables.warm import calls_of, needs_of, warm
 from flashtune.tuner.workloads.models import training_passes
 from tests.tuner.cli.conftest import Run
 
@@ -28,14 +29,22 @@ A100 = find_target("a100")
 
 
 @pytest.fixture
-def submitted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[SearchTask, Candidate]]:
-    """The jobs of fake compilers, which report success."""
+def compiled() -> list[Compiled]:
+    """The report of fake compilers: success."""
+    return [Compiled(Outcome.OK, None, Resources(1024, compile_seconds=1.5))]
+
+
+@pytest.fixture
+def submitted(
+    monkeypatch: pytest.MonkeyPatch, compiled: list[Compiled]
+) -> list[tuple[SearchTask, Candidate]]:
+    """The jobs of fake compilers."""
     jobs: list[tuple[SearchTask, Candidate]] = []
 
     def submit(_: CompilePool, scope: SearchTask, candidate: Candidate) -> Future[Compiled]:
         jobs.append((scope, candidate))
         done: Future[Compiled] = Future()
-        done.set_result(Compiled(Outcome.OK, None, Resources(1024, compile_seconds=1.5)))
+        done.set_result(compiled[0])
         return done
 
     monkeypatch.setattr(CompilePool, "submit", submit)
@@ -66,6 +75,16 @@ def test_calls_with_one_kernel_compile_it_once(problem: Problem) -> None:
     assert len(needs.kernels) == 1
     (sentence,) = needs.left_out
     assert "no kernel family computes" in sentence
+
+
+@pytest.mark.usefixtures("submitted")
+def test_all_kernels_share_one_loader(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaders: list[KernelLoader] = []
+    monkeypatch.setattr(KernelLoader, "load", lambda loader, *_: loaders.append(loader))
+    needs = needs_of(calls_of(training_passes([problem])), A100, tuned_records(A100.name))
+    assert all(kernel.loaded for kernel in warm(needs, A100, 0))
+    assert len(loaders) == 3
+    assert len({*loaders}) == 1
 
 
 @pytest.mark.usefixtures("submitted")
@@ -108,13 +127,9 @@ def test_warm_of_recorded_calls_uses_their_specialization(
 
 
 @pytest.mark.slow
-def test_compile_failure_is_an_error(run: Run, shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> Future[Compiled]:
-        done: Future[Compiled] = Future()
-        done.set_result(Compiled(Outcome.COMPILE_ERROR, message="PassManager::run failed"))
-        return done
-
-    monkeypatch.setattr(CompilePool, "submit", refuse)
+@pytest.mark.usefixtures("submitted")
+def test_compile_failure_is_an_error(run: Run, shape: str, compiled: list[Compiled]) -> None:
+    compiled[0] = Compiled(Outcome.COMPILE_ERROR, message="PassManager::run failed")
     result = run("warm", "--target", "a100", "--shape", shape)
     assert result.exit_code == 1
     assert "0 of 1 kernels are compiled" in result.stdout

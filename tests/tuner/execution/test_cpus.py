@@ -2,11 +2,11 @@
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from flashtune.tuner.execution.cpus import available_cpus
-from tests.support.fakes import install
 
 # Mounts: the number, the root inside of the hierarchy, the point, then type and options.
 SECOND = "41 31 0:28 {root} {point} rw - cgroup2 cgroup2 rw\n"
@@ -27,24 +27,13 @@ def counted(folder: Path, mount: str, group: str, files: dict[str, str], root: s
     return available_cpus(process)
 
 
-class Cpus:
-    """The CPUs of a machine, and those that this process may use."""
-
-    count = 64
-    chosen = frozenset(range(64))
-
-    def cpu_count(self) -> int:
-        return self.count
-
-    def sched_getaffinity(self, process: int) -> frozenset[int]:
-        return self.chosen
-
-
 @pytest.fixture(autouse=True)
-def cpus(monkeypatch: pytest.MonkeyPatch) -> Cpus:
-    fake = Cpus()
-    install(monkeypatch, fake, os)
-    return fake
+def cpus(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The number of CPUs of the machine, and those that this process may use."""
+    cpus = SimpleNamespace(count=64, chosen=set(range(64)))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: cpus.chosen)
+    monkeypatch.setattr(os, "cpu_count", lambda: cpus.count)
+    return cpus
 
 
 @pytest.mark.parametrize(
@@ -75,8 +64,8 @@ def test_a_mounted_part_of_the_hierarchy(tmp_path: Path, group: str) -> None:
     assert counted(tmp_path, SECOND, f"0::{group}\n", files, root="/docker/7") == 2
 
 
-def test_affinity_and_machine_limit_the_number(tmp_path: Path, cpus: Cpus) -> None:
+def test_affinity_and_machine_limit_the_number(tmp_path: Path, cpus: SimpleNamespace) -> None:
     cpus.count = 5
     assert available_cpus(tmp_path) == 5
-    cpus.chosen = frozenset({3})
+    cpus.chosen = {3}
     assert available_cpus(tmp_path) == 1

@@ -94,10 +94,14 @@ def test_nothing_is_selected_if_all_fail_with_delays(store: Store) -> None:
     assert store.selections() == []
 
 
-def test_next_candidates_follow_if_all_finalists_fail(
-    store: Store, ranked: list[Candidate], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def two_finalists(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(finals, "FINALISTS", 2)
+
+
+def test_next_candidates_follow_if_all_finalists_fail(
+    store: Store, ranked: list[Candidate], two_finalists: None
+) -> None:
     wrong = ranked[:4]
     measurer = FakeMeasurer(
         by_tile, lambda candidate: FAILURES[0] if candidate in wrong else _right_when_late(candidate)
@@ -112,10 +116,8 @@ def test_next_candidates_follow_if_all_finalists_fail(
 @pytest.mark.slow
 @pytest.mark.parametrize("failing", [1, 2, 3])
 def test_interrupt_during_delays_selects_among_the_finalists(
-    store: Store, ranked: list[Candidate], monkeypatch: pytest.MonkeyPatch, failing: int
+    store: Store, ranked: list[Candidate], two_finalists: None, failing: int
 ) -> None:
-    monkeypatch.setattr(finals, "FINALISTS", 2)
-
     def interrupted(candidate: Candidate) -> Evaluation:
         if candidate in ranked[:failing]:
             return FAILURES[0]
@@ -145,13 +147,13 @@ def test_final_measurement_is_not_repeated_for_close_finalists(store: Store, ran
 
 
 def test_winner_is_verified_with_delays_without_final_measurement(
-    store: Store, ranked: list[Candidate], monkeypatch: pytest.MonkeyPatch
+    store: Store, ranked: list[Candidate]
 ) -> None:
     first, second, *_ = ranked
     measurer = FakeMeasurer(
         by_tile, lambda candidate: FAILURES[0] if candidate == first else _right_when_late(candidate)
     )
-    monkeypatch.setattr(measurer, "finals", lambda scope, candidates: done(()))
+    measurer.finals = lambda scope, candidates: done(())  # type: ignore[method-assign]
     result = search(store, measurer)
     assert measurer.delayed == [first, second]
     assert result.best is not None

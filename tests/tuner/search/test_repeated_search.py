@@ -69,8 +69,8 @@ def test_records_of_other_compiler_versions_are_measured_again(
     def other(family: str) -> Any:
         return msgspec.structs.replace(current_versions(family), **{changed: "9.9.9"})
 
-    monkeypatch.setattr(warm_start, "current_versions", other)
-    monkeypatch.setattr(trial_log, "current_versions", other)
+    for module in (warm_start, trial_log):
+        monkeypatch.setattr(module, "current_versions", other)
     again = FakeMeasurer(by_tile)
     assert search(store, again).counts.reused == 0
     assert len(again.seen) == SIZE

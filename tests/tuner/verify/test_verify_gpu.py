@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
+from flashtune import testing
 from flashtune.core.errors import KernelError, MachineError
 from flashtune.core.kernel import Kernel
 from flashtune.core.mask_sharing import MaskSharing
@@ -23,7 +24,6 @@ from flashtune.dispatch.versions import current_versions
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from flashtune.tuner.cli import main
-from flashtune.tuner.cli.commands import verify as command
 from flashtune.tuner.cli.output import progress_lines
 from flashtune.tuner.tables.admission import digest_of
 from flashtune.tuner.tables.table_receipts import sibling
@@ -120,12 +120,12 @@ class Machine(FakePool):
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Machine]:
     made = Machine().use(monkeypatch, record_checks, on_gpu)
     monkeypatch.setattr(on_gpu, "_workers", lambda index: made.workers)
-    monkeypatch.setattr(command, "_gpu", lambda: (0, TARGET))
     monkeypatch.setenv("FLASHTUNE_DB", str(tmp_path / "flashtune.sqlite"))
-    return made
+    with testing.fake_gpu(TARGET.name):
+        yield made
 
 
 @pytest.fixture
@@ -144,7 +144,7 @@ def run(*arguments: str | Path) -> Result:
 
 
 @pytest.fixture
-def steps(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """The checks of a process, each with its kernel and its level, and other steps in between."""
     noted: list[Any] = []
 
@@ -153,8 +153,8 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         return Verdict(True, 0.5, 100, "", "NVIDIA H200", probes=("random",))
 
     monkeypatch.setattr(check, "check_rendered", checked)
-    monkeypatch.setattr("flashtune.core.target.device_target", lambda index: TARGET)
-    return noted
+    with testing.fake_gpu(TARGET.name):
+        yield noted
 
 
 @pytest.mark.parametrize(("family", "delays"), [("forward_hopper", True), ("forward_q_outer", False)])

@@ -44,7 +44,7 @@ class Hooks(NamedTuple):
     problem: Callable[[Problem], Problem] = lambda problem: problem  # Masks and lengths.
     # Tensors that are read.
     read: Callable[[BackwardTensors], BackwardTensors] = lambda tensors: tensors
-    side: Callable[[ExtraInputs], ExtraInputs] = lambda side: side  # Side inputs.
+    side: Callable[[ExtraInputs], ExtraInputs] = lambda side: side
     head: Callable[[Tensor], Tensor] = lambda head: head  # The KV head of each query head.
     # The masked pairs, [heads | 1, queries, keys].
     hidden: Callable[[Tensor], Tensor] = lambda hidden: hidden

@@ -15,6 +15,7 @@ from flashtune.verification.gradients.reference import Chosen, expect_gradients
 from flashtune.verification.gradients.scores import BackwardCase
 from flashtune.verification.lengths import equal_lengths
 from flashtune.verification.probes import Probe
+from flashtune.verification.reference import scores
 from flashtune.verification.shapes import ROUNDS
 from tests.verification.gradients.checking import a_problem
 from tests.verification.gradients.plain_kernel import TwoTiles
@@ -78,7 +79,7 @@ def test_sliced_reference_has_the_same_gradients(monkeypatch: pytest.MonkeyPatch
     case = BackwardCase(q, k, v, dout, None, side, 0.2, equal_lengths(problem))
     chosen = Chosen(sample_pairs(problem, generator), torch.arange(100))
     whole = expect_gradients(problem, case, chosen)
-    monkeypatch.setattr("flashtune.verification.gradients.head_sampling.CHUNK_SCORES", {"cpu": 3000})
+    monkeypatch.setitem(scores.CHUNK_SCORES, "cpu", 3000)
     assert [len(piece.rows) for piece in pieces(problem, chosen.pairs, "cpu")] == [7] * 4
     sliced = expect_gradients(problem, case, chosen)
     torch.testing.assert_close(sliced.lse, whole.lse)

@@ -49,7 +49,10 @@ def test_device_lengths(config: dict[str, Any], name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in HOPPER if "dropout" not in name])
 def test_packed_sequences(config: dict[str, Any], name: str) -> None:
     causal, features = HOPPER[name]
-    for lengths, kv_lengths in ((MIXED, False), ([(30, 0), (70, 3), (0, 9), (5, 0), (190, 200)], True)):
+    for lengths, kv_lengths in (
+        ([(0, 9), *MIXED], False),
+        ([(30, 0), (70, 3), (0, 9), (5, 0), (190, 200)], True),
+    ):
         problem = a_small(causal, packed=1, kv_lengths=kv_lengths, **features)
         assert worst_error(kernel_of(problem, **config), problem, 7, lengths, spare=100) < 1e-12, lengths
 

@@ -327,7 +327,7 @@ def an_integer_cache(dtype: Dtype) -> Problem:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [Dtype.FP16, Dtype.BF16])
-def test_integers_of_both_types(dtype: Dtype) -> None:
+def test_int8_caches_match_the_reference(dtype: Dtype) -> None:
     problem = an_integer_cache(dtype)
     assert worst_error(kernel_of(problem, **SMALL), problem, MIXED) < 1e-12
 

@@ -83,13 +83,13 @@ def test_stopped_pool_does_not_restart_lost_jobs(
 ) -> None:
     jobs[compile_candidate] = fakes.hang
     with CompilePool(1) as pool:
-        jobs = [pool.submit(scope, CANDIDATE) for _ in range(3)]
+        submitted = [pool.submit(scope, CANDIDATE) for _ in range(3)]
         time.sleep(0.5)
         started: list[int] = []
         monkeypatch.setattr(processes, "start_pool", started.append)
     time.sleep(0.5)
     assert started == []
-    assert all(job.cancelled() or not job.done() for job in jobs)
+    assert all(job.cancelled() or not job.done() for job in submitted)
 
 
 def test_killed_gpu_process_is_no_outcome(scope: SearchTask, jobs: Jobs) -> None:
