@@ -21,11 +21,11 @@ from benchmarks.saved import ROOT
 from flashtune.core.mask_sharing import MaskSharing
 from flashtune.core.problem import Bias, Causal, Dtype, Problem
 from flashtune.core.target import find_target
-from flashtune.db.table import shipped_table
 from flashtune.dispatch.lookup import default_selection
 from flashtune.tuner.candidates import contiguous_specialization
 from flashtune.tuner.execution.inputs import make_tensors
 from flashtune.tuner.workloads.shapes_file import read_shapes_file
+from tests.support.records import shipped_table_of
 
 
 def a_row(**changes: object) -> Row:
@@ -57,8 +57,7 @@ def a_problem(**changes: object) -> Problem:
 
 
 def test_every_tuned_forward_shape_that_sdpa_computes_is_timed() -> None:
-    table = shipped_table("nvidia-h200")
-    assert table is not None
+    table = shipped_table_of("nvidia-h200")
     listed = cases(table.records, 0, 0)
     timed = {case.problem for case in listed if case.group == TUNED}
     for record in table.records:
@@ -73,8 +72,7 @@ def test_every_tuned_forward_shape_that_sdpa_computes_is_timed() -> None:
 
 
 def test_masks_come_first_with_every_distinct_sharing() -> None:
-    table = shipped_table("nvidia-h200")
-    assert table is not None
+    table = shipped_table_of("nvidia-h200")
     masked = a_problem()
     record = table.records[0]
     records = (record, msgspec.structs.replace(record, problem=masked))

@@ -27,8 +27,7 @@ from flashtune.core.target import TARGETS, Target
 from flashtune.db import codec
 from flashtune.db.codec import decode_record, encode_record
 from flashtune.templates.registry import families
-
-MakeRecord = Callable[..., Record]
+from tests.support.records import MakeRecord
 
 HEADS: dict[str, Any] = {"sharing": "heads", "ms": 1.0}
 NO_CONFIG = "config is none of family forward_q_outer"
@@ -192,9 +191,7 @@ def test_record_that_cannot_be_decoded_is_not_stored(
         encode_record(make_record(**changes))
 
 
-def test_measurement_without_shared_masks_omits_the_field(
-    make_record: MakeRecord,
-) -> None:
+def test_measurement_without_shared_masks_omits_the_field(make_record: MakeRecord) -> None:
     fields = msgspec.json.decode(encode_record(make_record()))
     assert set(fields["measurement"]) == {"ms", "p20", "p80", "samples", "throttled", "peers"}
 

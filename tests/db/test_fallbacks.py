@@ -1,13 +1,11 @@
 """Tests of fallbacks: second records for tensors that the selection's family cannot address."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from flashtune.core.errors import StoreError, TableError
-from flashtune.core.problem import Problem
 from flashtune.core.record import Outcome, Record
 from flashtune.core.target import find_target
 from flashtune.db.eligibility import by_problem, is_better_selection, serves_any_tensors
@@ -18,9 +16,8 @@ from flashtune.db.store import Store, open_store
 from flashtune.db.table import TunedTable, dump_table, parse_table, table_hash
 from flashtune.templates.family import Family
 from flashtune.tuner.search.selection import next_best
+from tests.support.records import MakeProblem, MakeRecord
 
-MakeRecord = Callable[..., Record]
-MakeProblem = Callable[..., Problem]
 TARGET = "nvidia-h200"
 
 

@@ -1,5 +1,4 @@
 import sqlite3
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -8,17 +7,14 @@ from sqlalchemy import event
 from sqlalchemy.engine import Engine
 
 from flashtune.core.errors import StoreError, TableError
-from flashtune.core.problem import Problem
 from flashtune.core.record import Outcome, Provenance, Record, Verdict
 from flashtune.db.codec import Check
 from flashtune.db.errors import UnreadableRecord
 from flashtune.db.light.reader import open_reader
 from flashtune.db.location import sqlite_path
 from flashtune.db.store import MergeCounts, Store, open_store
-from flashtune.db.table import TunedTable, shipped_table
-
-MakeRecord = Callable[..., Record]
-MakeProblem = Callable[..., Problem]
+from flashtune.db.table import TunedTable
+from tests.support.records import MakeProblem, MakeRecord, shipped_table_of
 
 
 @pytest.fixture
@@ -149,8 +145,7 @@ def test_merge_accepts_tables(store: Store, make_record: MakeRecord, make_proble
 def test_merge_of_tables_equals_merge_of_databases(
     store: Store, other: Path, tmp_path: Path, make_record: MakeRecord
 ) -> None:
-    shipped = shipped_table("nvidia-h200")
-    assert shipped is not None
+    shipped = shipped_table_of("nvidia-h200")
     # Half of the problems are there already: as they are, faster, or slower.
     whole = shipped.records[:120]
     before = tuple(_changed(record, number) for number, record in enumerate(whole[::2]))

@@ -2,18 +2,14 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from flashtune.core.problem import Problem
-from flashtune.core.record import Record
 from flashtune.db.light.reader import open_reader
 from flashtune.db.store import Store, open_store
+from tests.support.records import MakeProblem, MakeRecord
 
-MakeRecord = Callable[..., Record]
-MakeProblem = Callable[..., Problem]
 TARGET = "nvidia-h200"
 
 

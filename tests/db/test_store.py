@@ -1,5 +1,4 @@
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -7,16 +6,13 @@ import pytest
 
 from flashtune.core.errors import StoreError, TableError
 from flashtune.core.kernel import Specialization
-from flashtune.core.problem import Problem
-from flashtune.core.record import Outcome, Provenance, Record, Verdict
+from flashtune.core.record import Outcome, Provenance, Verdict
 from flashtune.db.codec import Check
 from flashtune.db.light.reader import open_reader
 from flashtune.db.schema import RECORDS
 from flashtune.db.store import Store, open_store
 from flashtune.db.table import TunedTable
-
-MakeRecord = Callable[..., Record]
-MakeProblem = Callable[..., Problem]
+from tests.support.records import MakeProblem, MakeRecord
 
 
 def test_added_records_can_be_read(store: Store, make_record: MakeRecord) -> None:

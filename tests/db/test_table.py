@@ -1,20 +1,18 @@
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from flashtune.core.errors import TableError
-from flashtune.core.problem import Causal, Problem
-from flashtune.core.record import Provenance, Record
+from flashtune.core.problem import Causal
+from flashtune.core.record import Provenance
 from flashtune.core.target import TARGETS
 from flashtune.db import table as tables
 from flashtune.db.table import TunedTable, dump_table, load_table, parse_table, shipped_table, table_hash
 from tests.support.families import Ship
+from tests.support.records import MakeProblem, MakeRecord, shipped_table_of
 
-MakeRecord = Callable[..., Record]
-MakeProblem = Callable[..., Problem]
 TARGET = "nvidia-h200"
 
 
@@ -172,7 +170,6 @@ def test_shipped_table_has_its_target(target: str) -> None:
 
 def test_table_ships_as_a_file_with_the_name_of_its_gpu(table: TunedTable, ship: Ship) -> None:
     ship(table)
-    shipped = shipped_table(table.target)
-    assert shipped is not None
+    shipped = shipped_table_of(table.target)
     assert (shipped.target, len(shipped.records)) == (table.target, len(table.records))
     assert shipped_table("nvidia-b200") is None

@@ -1,6 +1,6 @@
 """Tests of receipts and times under further versions in tables."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from flashtune.dispatch.versions import current_versions, is_proven
 from flashtune.runtime.self_check import SelfChecks
 from flashtune.tuner.tables.table_receipts import with_receipts
 from tests.support.families import Ship
+from tests.support.records import MakeRecord
 from tests.support.runtime import forget_all
 
 TARGET = "nvidia-h200"
@@ -26,8 +27,6 @@ FAMILY = "forward_q_outer"
 PASSED = Verdict(True, 0.5, 100, "", "NVIDIA H200", probes=("random", "delays"))
 FAILED = Verdict(False, 2.0, 100, "random", "NVIDIA H200")
 MEASURED = Measurement(0.25, 0.24, 0.26, 50)
-
-MakeRecord = Callable[..., Record]
 
 
 def newer(versions: Versions) -> Versions:
@@ -164,9 +163,7 @@ def test_shipped_receipt_verifies_a_record_under_newer_versions(shipped: TunedTa
     assert not is_proven(shipped.records[0], current_versions(FAMILY))
 
 
-def test_a_sibling_with_a_shipped_receipt_needs_no_self_check(
-    shipped: TunedTable,
-) -> None:
+def test_a_sibling_with_a_shipped_receipt_needs_no_self_check(shipped: TunedTable) -> None:
     checks = SelfChecks()
     assert ("e" * 32, current_versions(FAMILY).makers) in checks._shipped_receipts(TARGET)
     assert ("d" * 32, current_versions(FAMILY).makers) not in checks._shipped_receipts(TARGET)

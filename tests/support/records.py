@@ -1,6 +1,7 @@
 """Records as a search stores them."""
 
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from flashtune.core.problem import Problem
 from flashtune.core.record import Measurement, Outcome, PeerTime, Provenance, Record, Verdict, Versions
 from flashtune.core.target import find_target
 from flashtune.db.codec import Check
-from flashtune.db.table import Timing, TunedTable, dump_table
+from flashtune.db.table import Timing, TunedTable, dump_table, shipped_table
 from flashtune.dispatch.versions import current_versions
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
@@ -26,6 +27,17 @@ VERDICT = Verdict(True, 0.4, 100, "", "NVIDIA H200", probes=tuple(sorted(EVERY_L
 # The digest of no kernel, where rendering one would only take time.
 DIGEST = "0123456789abcdef" * 2
 CONTIGUOUS = Specialization()
+
+# Fixtures that make records and problems.
+MakeRecord = Callable[..., Record]
+MakeProblem = Callable[..., Problem]
+
+
+def shipped_table_of(target: str) -> TunedTable:
+    """Returns the shipped table of a target that has one."""
+    table = shipped_table(target)
+    assert table is not None
+    return table
 
 
 def measured(ms: float, peers: dict[str, float] | None = None) -> Measurement:

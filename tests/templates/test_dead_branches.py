@@ -24,10 +24,7 @@ def removed(source: str) -> str:
         ("if NO:\n    a = 1\nelse:\n    a = 2\n", "a = 2\n"),
         ("a = 0\nif NO:\n    a = 1\n", "a = 0\n"),
         ("if NO:\n    a = 1\nelif YES:\n    a = 2\nelse:\n    a = 3\n", "a = 2\n"),
-        (
-            "if NO:\n    a = 1\nelif x:\n    a = 2\nelse:\n    a = 3\n",
-            "if x:\n    a = 2\nelse:\n    a = 3\n",
-        ),
+        ("if NO:\n    a = 1\nelif x:\n    a = 2\nelse:\n    a = 3\n", "if x:\n    a = 2\nelse:\n    a = 3\n"),
         (
             "if x:\n    a = 1\nelif YES:\n    a = 2\nelse:\n    a = 3\n",
             "if x:\n    a = 1\nelse:\n    a = 2\n",

@@ -14,7 +14,6 @@ from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Bias, Causal, Feature, Problem
 from flashtune.core.record import Record
 from flashtune.core.target import find_target
-from flashtune.db.table import shipped_table
 from flashtune.templates.family import Family, unsupported_reason
 from flashtune.templates.registry import families, find_family
 from flashtune.templates.rendering import render
@@ -25,6 +24,7 @@ from flashtune.verification.inputs.prepared import prepare
 from tests.gpu.random.random_cases import random_case
 from tests.gpu.random.random_problems import STORED_PAGES, feature_sets, subjects, trials
 from tests.problems.plain_masks import plain_attention, visible
+from tests.support.records import shipped_table_of
 
 H200 = find_target("h200")
 PLAIN = testing.problem("heads=4,kv_heads=2,seqlen=1024,head_dim=64,dtype=bf16")
@@ -42,13 +42,7 @@ ASKED: tuple[dict[str, object], ...] = (
     {"deterministic": True},
     {"dropout": True},
 )
-LATENT: dict[str, object] = {
-    "head_dim": 576,
-    "value_head_dim": 512,
-    "heads": 128,
-    "kv_heads": 1,
-    "mla": True,
-}
+LATENT: dict[str, object] = {"head_dim": 576, "value_head_dim": 512, "heads": 128, "kv_heads": 1, "mla": True}
 SHAPES: tuple[dict[str, object], ...] = ({}, {"seqlen_q": 1}, LATENT)
 
 
@@ -110,8 +104,7 @@ def test_every_level_reaches_third_tiles_in_default_configs(family: Family) -> N
 
 def shipped_kernels() -> dict[tuple[str, ...], Record]:
     """A record for each config, mask and set of features of the shipped table."""
-    shipped = shipped_table(H200.name)
-    assert shipped is not None
+    shipped = shipped_table_of(H200.name)
     records: dict[tuple[str, ...], Record] = {}
     for record in shipped.records:
         if record.config is not None:

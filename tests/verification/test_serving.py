@@ -45,12 +45,7 @@ def right(problem: Problem, side: ExtraInputs) -> tuple[Problem, ExtraInputs]:
     return problem, side
 
 
-def refused(
-    monkeypatch: pytest.MonkeyPatch,
-    problem: Problem,
-    config: Config,
-    mistake: Mistake,
-) -> list[str]:
+def refused(monkeypatch: pytest.MonkeyPatch, problem: Problem, config: Config, mistake: Mistake) -> list[str]:
     """The errors at the first failing problem of a self-check."""
     cases = companions(problem, config, Level.QUICK, reduced=True)
     return next(filter(None, (found(monkeypatch, case, mistake) for case in cases)), [])

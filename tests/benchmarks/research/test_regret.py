@@ -22,17 +22,16 @@ from benchmarks.dispatch_regret.analysis import (
 from flashtune.core.problem import Problem
 from flashtune.core.record import Record
 from flashtune.core.target import find_target
-from flashtune.db.table import shipped_table
 from flashtune.dispatch.versions import current_versions
 from flashtune.tuner.candidates import Candidate
+from tests.support.records import shipped_table_of
 
 TARGET = find_target("h200")
 
 
 @pytest.fixture(scope="module")
 def records() -> tuple[Record, ...]:
-    table = shipped_table(TARGET.name)
-    assert table is not None
+    table = shipped_table_of(TARGET.name)
     return table.records
 
 

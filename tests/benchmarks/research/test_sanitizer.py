@@ -23,11 +23,11 @@ from benchmarks.sanitizer.runner import MEMCHECK, RACECHECK, Examination, examin
 from benchmarks.saved import decoded, write
 from flashtune.core.record import Outcome
 from flashtune.core.target import device_target, find_target
-from flashtune.db.table import shipped_table
 from flashtune.templates.registry import families
 from flashtune.tuner.candidates import Candidate, SearchTask
 from flashtune.tuner.execution.compile_pool import Compiled
 from scripts.sanitize import why_left_out
+from tests.support.records import shipped_table_of
 
 TARGET = find_target("h200")
 OLD, NEW = "Version 2025.3.1.0 (build 36400806)", "Version 2026.1.0.0 (build 1)"
@@ -54,8 +54,7 @@ print(f"========= ERROR SUMMARY: {{errors}} errors")
 @pytest.fixture(scope="module")
 def listed() -> Iterator[tuple[Subject, ...]]:
     """Some kernels of the shipped table, and two drawn ones of each family."""
-    table = shipped_table(TARGET.name)
-    assert table is not None
+    table = shipped_table_of(TARGET.name)
     some = msgspec.structs.replace(table, records=table.records[::40])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernel_points, "shipped_table", lambda name: some if name == TARGET.name else None)
@@ -83,10 +82,7 @@ class Compilers:
 
 
 def run(
-    some: tuple[Subject, ...],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    body: str,
+    some: tuple[Subject, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str
 ) -> dict[int, Finding]:
     """Examines kernels under the fake sanitizer, and returns the findings by the number of the kernel."""
     monkeypatch.setattr(runner, "CompilePool", Compilers)

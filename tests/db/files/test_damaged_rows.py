@@ -3,23 +3,19 @@
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from flashtune.core.errors import StoreError
-from flashtune.core.problem import Problem
-from flashtune.core.record import Record
 from flashtune.db.errors import UnreadableRecord
 from flashtune.db.forgetting import Forgettable
 from flashtune.db.light.self_checks import remember_check
 from flashtune.db.limits import Deadline, restrict
 from flashtune.db.store import open_store
 from tests.db.files.hostile import CHECK, TARGET, execute, merge_into, reader_of
+from tests.support.records import MakeProblem, MakeRecord
 
-MakeRecord = Callable[..., Record]
-MakeProblem = Callable[..., Problem]
 NOT_UTF8 = "CAST(x'ff' AS TEXT)"
 
 

@@ -14,15 +14,14 @@ import pytest
 from sqlalchemy import Engine, event
 
 from flashtune.core.errors import StoreError
-from flashtune.core.record import Record
 from flashtune.db import creation
 from flashtune.db.light.reader import open_reader
 from flashtune.db.light.self_checks import remember_check
 from flashtune.db.store import Store, open_store
 from tests.db.files.hostile import CHECK, refused
+from tests.support.records import MakeRecord
 from tests.support.runtime import forget_all
 
-MakeRecord = Callable[..., Record]
 NONE = 65534
 
 

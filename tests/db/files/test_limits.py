@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 
 from flashtune.core.errors import StoreError
-from flashtune.core.record import Record
 from flashtune.db.light.self_checks import remember_check
 from flashtune.db.limits import Deadline, restrict, statement_seconds
 from flashtune.db.store import open_store
 from tests.db.files.hostile import CHECK, TARGET, execute, merge_into, reader_of, refused, repeat_rows
+from tests.support.records import MakeRecord
 
-MakeRecord = Callable[..., Record]
 # Rows without end.
 ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT count(*) FROM n"
 

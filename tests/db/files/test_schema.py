@@ -106,11 +106,7 @@ VERSION_TABLE = (
         (("CREATE TABLE alembic_version (other TEXT)",), "is not a flashtune database"),
         ((VERSION_TABLE,), "has schema 'None', .*: upgrade flashtune"),
         (
-            (
-                VERSION_TABLE,
-                "INSERT INTO alembic_version VALUES ('0005')",
-                "CREATE TABLE stand_ins (id)",
-            ),
+            (VERSION_TABLE, "INSERT INTO alembic_version VALUES ('0005')", "CREATE TABLE stand_ins (id)"),
             "has schema '0005' of an earlier flashtune: search again or import a table into another one",
         ),
         (

@@ -129,11 +129,7 @@ def extra_inputs(problem: Problem, lengths: Lengths | None) -> ExtraInputs:
 
 
 def statistics(
-    problem: Problem,
-    config: HopperBackwardConfig,
-    lse: Tensor,
-    delta: Tensor,
-    places: tuple[Tensor, int],
+    problem: Problem, config: HopperBackwardConfig, lse: Tensor, delta: Tensor, places: tuple[Tensor, int]
 ) -> Tensor:
     """Returns the rows that the prologue writes, [batch * heads, 2 or 4, queries in whole blocks].
 

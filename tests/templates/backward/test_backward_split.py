@@ -22,14 +22,7 @@ FAMILY = find_family("backward_split")
 H100, A100 = find_target("h100"), find_target("a100")
 PLAIN = Specialization()
 CONFIG = SplitConfig(
-    block_m=64,
-    block_n=64,
-    num_warps=4,
-    num_stages=2,
-    dq_block_m=64,
-    dq_block_n=64,
-    dq_warps=4,
-    dq_stages=2,
+    block_m=64, block_n=64, num_warps=4, num_stages=2, dq_block_m=64, dq_block_n=64, dq_warps=4, dq_stages=2
 )
 ASKED: dict[str, dict[str, Any]] = {
     "nothing": {},

@@ -145,10 +145,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "pages": ({"page_size": 16}, {}),
     "packed": ({"page_size": 64, "packed": 9}, {}),
     "masks": ({"window_left": 99, "sink_tokens": 4, "prefix": True, "bias": Bias.BOOLEAN}, {}),
-    "scores": (
-        {"softcap": True, "alibi": True, "bias": Bias.ADDITIVE, "sinks": True, "chunk": 128},
-        {},
-    ),
+    "scores": ({"softcap": True, "alibi": True, "bias": Bias.ADDITIVE, "sinks": True, "chunk": 128}, {}),
     "int8": ({"kv_dtype": KvDtype.INT8, "kv_scale": KvScale.HEAD}, {}),
     "int8 pages": ({"kv_dtype": KvDtype.INT8, "kv_scale": KvScale.PAGE, "page_size": 16}, {}),
     "fp32": ({"dtype": Dtype.FP32}, {"block_n": 32, "num_stages": 2}),

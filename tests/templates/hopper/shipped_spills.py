@@ -10,7 +10,7 @@ from typing import NamedTuple
 import click
 
 from flashtune.core.record import Resources
-from flashtune.db.table import shipped_table
+from tests.support.records import shipped_table_of
 
 GPUS = ("nvidia-h100", "nvidia-h200")
 FAMILIES = ("forward_hopper", "backward_hopper")
@@ -28,8 +28,7 @@ class Compiled(NamedTuple):
 def shipped_kernels() -> Iterator[Compiled]:
     """The kernels of all shipped records of the Hopper families."""
     for gpu in GPUS:
-        table = shipped_table(gpu)
-        assert table is not None
+        table = shipped_table_of(gpu)
         for record in table.records:
             if record.family in FAMILIES:
                 assert record.resources is not None, record.problem.key

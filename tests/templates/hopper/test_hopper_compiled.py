@@ -10,7 +10,6 @@ from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Bias, Causal, Dtype, KvDtype, KvScale, Problem
 from flashtune.core.record import Resources
 from flashtune.core.target import find_target
-from flashtune.db.table import shipped_table
 from flashtune.launch.compilation import compile_kernel
 from flashtune.templates.forward_hopper.space import HopperConfig
 from flashtune.templates.rendering import render
@@ -19,6 +18,7 @@ from flashtune.verification.schedule_fuzzing import delayed
 from tests.mutants.catalogue import gpu_mutants
 from tests.mutants.core import rendered
 from tests.problems.hopper import FAMILY, H200, PLAIN, a_config, a_problem, sram_bytes
+from tests.support.records import shipped_table_of
 from tests.templates.hopper.shipped_spills import FAMILIES, GPUS, shipped_kernels
 
 E4M3, INT8 = KvDtype.E4M3, KvDtype.INT8
@@ -146,8 +146,7 @@ def test_sram_model_is_a_lower_bound_of_compiled_sram(name: str) -> None:
 @pytest.mark.parametrize("name", SHIPPED)
 def test_shipped_configs_spill_no_more_than_measured(name: str) -> None:
     key, changes, spilled = SHIPPED[name]
-    table = shipped_table("nvidia-h200")
-    assert table is not None
+    table = shipped_table_of("nvidia-h200")
     records = [
         record for record in table.records if record.problem.key == key and record.family == FAMILY.name
     ]

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from flashtune import testing
 from flashtune.core.problem import Causal, Direction, Problem
 from flashtune.core.target import Target, find_target
-from flashtune.db.table import shipped_table
 from flashtune.runtime.unfused import standard_hbm_items
 from flashtune.templates.common.model.traffic import (
     cycled_queries,
@@ -28,6 +27,7 @@ from flashtune.templates.registry import families, find_family
 from flashtune.tuner.tables.kernel_choice import change_config
 from flashtune.tuner.workloads.shapes import parse_shape
 from flashtune.verification.lengths import is_ragged
+from tests.support.records import shipped_table_of
 
 H200 = find_target("h200")
 LENGTH = st.integers(0, 400)
@@ -257,8 +257,7 @@ def at_length(problem: Problem, length: int) -> Problem:
 
 
 def test_measured_times_are_above_the_bandwidth_bound() -> None:
-    shipped = shipped_table(H200.name)
-    assert shipped is not None
+    shipped = shipped_table_of(H200.name)
     # The longest sequence of several stands for all in a problem: the others move less.
     records = [
         record for record in shipped.records if record.ms and record.config and not is_ragged(record.problem)

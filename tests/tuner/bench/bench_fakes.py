@@ -2,16 +2,7 @@
 
 from flashtune.core.problem import Dtype, Problem
 from flashtune.core.record import Versions
-from flashtune.tuner.bench.results import (
-    OURS,
-    Bench,
-    BenchRun,
-    Ceiling,
-    Copy,
-    Environment,
-    LeftOut,
-    Row,
-)
+from flashtune.tuner.bench.results import OURS, Bench, BenchRun, Ceiling, Copy, Environment, LeftOut, Row
 from flashtune.tuner.workloads.work import kv_bytes
 
 VERSIONS = Versions("0.1.0", "0" * 32, "2.13.0", "3.7.1", "13.0", "580.1")

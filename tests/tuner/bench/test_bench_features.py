@@ -13,15 +13,7 @@ from torch import Tensor
 
 import flashtune
 from flashtune.core.errors import UsageError
-from flashtune.core.problem import (
-    Bias,
-    Causal,
-    Direction,
-    Dtype,
-    KvDtype,
-    KvScale,
-    Problem,
-)
+from flashtune.core.problem import Bias, Causal, Direction, Dtype, KvDtype, KvScale, Problem
 from flashtune.request.call import Call, dense_call, paged_call, varlen_call
 from flashtune.request.read_call import read_call
 from flashtune.request.side_inputs import side_views
@@ -64,11 +56,7 @@ def test_flashtune_is_called_with_the_features_of_the_problem(name: str) -> None
     call = program_call(problem, tensors)
     made = MAKERS[call.attend](*call.inputs, **call.named, **call.options)
     read = read_call(made).problem
-    assert (read.features, read.causal, read.kv_scale) == (
-        problem.features,
-        problem.causal,
-        problem.kv_scale,
-    )
+    assert (read.features, read.causal, read.kv_scale) == (problem.features, problem.causal, problem.kv_scale)
     assert made.options.prefer == "generated"
     out = expected(made)[0].to(torch.bfloat16)
     judge = output_judge(problem, tensors)

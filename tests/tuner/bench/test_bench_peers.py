@@ -58,8 +58,7 @@ class Compiled:
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(
-    "changes",
-    [{}, {"causal": Causal.NONE}, {"causal": Causal.TOP_LEFT}, {"kv_heads": 4, "seqlen_kv": 70}],
+    "changes", [{}, {"causal": Causal.NONE}, {"causal": Causal.TOP_LEFT}, {"kv_heads": 4, "seqlen_kv": 70}]
 )
 def test_flex_attention_is_correct_and_compiled_once_per_shape(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, object]

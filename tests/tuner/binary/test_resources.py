@@ -11,7 +11,6 @@ from flashtune.core.errors import MachineError
 from flashtune.core.kernel import Kernel, Specialization
 from flashtune.core.record import Resources
 from flashtune.core.target import find_target
-from flashtune.db.table import shipped_table
 from flashtune.templates.forward_q_outer.space import QOuterConfig
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
@@ -27,6 +26,7 @@ from flashtune.tuner.binary.resources import (
     read_sizes,
 )
 from flashtune.tuner.workloads.shapes import parse_shape
+from tests.support.records import shipped_table_of
 
 FAMILY = find_family("forward_q_outer")
 
@@ -184,8 +184,7 @@ def test_resources_of_a_launch_are_those_of_all_kernels_but_registers_of_the_mai
 
 @pytest.mark.parametrize("name", ["nvidia-h100", "nvidia-h200"])
 def test_shipped_kernels_fit_a_multiprocessor(name: str) -> None:
-    table = shipped_table(name)
-    assert table is not None
+    table = shipped_table_of(name)
     target = find_target(name)
     for record in table.records:
         if record.config is not None:

@@ -10,23 +10,18 @@ import pytest
 from click.testing import CliRunner, Result
 
 from flashtune.core.problem import Problem
-from flashtune.core.record import (
-    Outcome,
-    Record,
-    Resources,
-)
+from flashtune.core.record import Outcome, Record, Resources
 from flashtune.db.store import open_store
 from flashtune.tuner.cli import main
 from flashtune.tuner.workloads.shapes import parse_shape
 from tests.support import records
-from tests.support.records import VERDICT
+from tests.support.records import VERDICT, MakeRecord
 
 SHAPE = "heads=8,kv_heads=2,seqlen=1024,head_dim=64,dtype=bf16,causal,batch=2"
 
 PEERS = {"sdpa-cudnn": 0.6, "sdpa-flash": 0.9}
 RESOURCES = Resources(sram_bytes=49_152, registers=128)
 Run = Callable[..., Result]
-MakeRecord = Callable[..., Record]
 
 
 @pytest.fixture

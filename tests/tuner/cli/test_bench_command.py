@@ -20,8 +20,7 @@ from flashtune.tuner.bench.results import OURS, Bench, LeftOut
 from flashtune.tuner.cli.commands.bench import GRIDS as NAMED_GRIDS
 from flashtune.tuner.cli.report.bench_terminal import CEILING
 from tests.tuner.bench.bench_fakes import REFUSED, SPEEDS, a_bench, a_run
-
-Run = Callable[..., Result]
+from tests.tuner.cli.conftest import Run
 
 PAPER = grid_problems("paper")
 SHAPE = "heads=4,kv_heads=2,seqlen=256,head_dim=64,dtype=bf16,causal,batch=2"

@@ -18,8 +18,7 @@ from flashtune.dispatch.versions import current_versions
 from flashtune.tuner.analysis import doctor
 from flashtune.tuner.analysis.doctor import Level, examine, gpu, interpreter, library, shipped
 from flashtune.tuner.tables import listing, lookup
-
-Run = Callable[..., Result]
+from tests.tuner.cli.conftest import Run
 
 
 def findings(result: Result) -> dict[str, tuple[str, str]]:

@@ -5,7 +5,6 @@ from unittest import mock
 
 import msgspec
 import pytest
-from click.testing import Result
 
 from flashtune.core.errors import KernelError, ProblemError, UsageError
 from flashtune.core.problem import Causal, Problem
@@ -18,8 +17,8 @@ from flashtune.tuner.candidates import contiguous_specialization
 from flashtune.tuner.tables.kernel_choice import change_config, choose
 from flashtune.tuner.workloads.shapes import parse_shape
 from tests.support.families import Ship
+from tests.tuner.cli.conftest import Run
 
-Run = Callable[..., Result]
 Stored = tuple[Record, ...]
 H200 = find_target("h200")
 Q_OUTER = find_family("forward_q_outer")

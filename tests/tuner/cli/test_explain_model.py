@@ -1,11 +1,9 @@
 """`flashtune explain --phase`: a whole model's attention over sequence length, as text, JSON and plot."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from click.testing import Result
 
 from flashtune.core.problem import Dtype
 from flashtune.core.target import find_target
@@ -13,8 +11,8 @@ from flashtune.tuner.analysis.model_overview import Overview, overviews
 from flashtune.tuner.cli.report.model_report import overview_figure
 from flashtune.tuner.workloads.model_sizes import ModelSizes, Phase
 from flashtune.tuner.workloads.presets import MODELS, find_model
+from tests.tuner.cli.conftest import Run
 
-Run = Callable[..., Result]
 H200 = find_target("h200")
 
 

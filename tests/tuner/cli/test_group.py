@@ -2,7 +2,6 @@ import json
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import click
@@ -17,9 +16,9 @@ from flashtune.tuner.cli.command import Command
 from flashtune.tuner.cli.options import problem_options, target_options
 from flashtune.tuner.workloads.presets import MODELS
 from scripts.reference import commands, reference
+from tests.tuner.cli.conftest import Run
 
 HEAVY = ("torch", "triton", "optuna", "sqlalchemy", "alembic", "jinja2", "rich", "msgspec", "numpy")
-Run = Callable[..., Result]
 
 
 def test_help_imports_only_click() -> None:

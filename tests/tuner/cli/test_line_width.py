@@ -2,12 +2,11 @@
 
 import io
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
 import pytest
-from click.testing import Result
 from rich.console import Console
 
 from benchmarks.saved import RESULTS, content
@@ -20,8 +19,8 @@ from flashtune.tuner.cli.commands import doctor
 from flashtune.tuner.cli.output import print_heading, say
 from flashtune.tuner.cli.report.model_report import print_overview
 from flashtune.tuner.workloads.model_sizes import Phase
+from tests.tuner.cli.conftest import Run
 
-Run = Callable[..., Result]
 WIDTH = 80
 SHAPE = "heads=8,kv_heads=2,seqlen=1024,head_dim=64,causal,batch=2"
 

@@ -1,13 +1,11 @@
 """Tests of the commands with a stored native selection and its fallback."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
 import msgspec
 import pytest
-from click.testing import Result
 
 from flashtune.core.errors import KernelError
 from flashtune.core.kernel import Specialization
@@ -24,10 +22,10 @@ from flashtune.tuner.sram_audit.points import computes_anything
 from flashtune.tuner.verify.record_checks import CheckMethod, verify_records
 from flashtune.tuner.verify.verify_jobs import Interpretable, check_interpreted
 from tests.support.jobs import FakePool
+from tests.support.records import MakeRecord
+from tests.tuner.cli.conftest import Run
 from tests.tuner.sram_audit.audit_fakes import Scripted
 
-Run = Callable[..., Result]
-MakeRecord = Callable[..., Record]
 H200 = find_target("h200")
 
 

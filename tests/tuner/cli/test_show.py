@@ -8,7 +8,6 @@ from pathlib import Path
 import msgspec
 import pytest
 import triton
-from click.testing import Result
 
 from flashtune.core.record import Provenance, Record, Verdict, VerificationStatus
 from flashtune.db.store import open_store
@@ -16,8 +15,8 @@ from flashtune.tuner.tables.listing import best_sdpa_ms, standing, tflops
 from flashtune.tuner.tables.lookup import shipped_selections
 from flashtune.tuner.workloads.shapes import parse_shape
 from flashtune.tuner.workloads.short_shape import short_shape
+from tests.tuner.cli.conftest import Run
 
-Run = Callable[..., Result]
 Stored = tuple[Record, ...]
 
 
@@ -152,11 +151,7 @@ def test_json_contains_the_full_record(run: Run, stored: Stored) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "count"),
-    [
-        (("--target", "h200"), 1),
-        (("--target", "nvidia-h100"), 0),
-        (("--model", "phi-2"), 0),
-    ],
+    [(("--target", "h200"), 1), (("--target", "nvidia-h100"), 0), (("--model", "phi-2"), 0)],
 )
 def test_filters(run: Run, stored: Stored, arguments: tuple[str, ...], count: int) -> None:
     assert len(json.loads(run("show", "--json", *arguments).stdout)) == count

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from click.testing import Result
 
 from flashtune.core.kernel import Alignment, Specialization
 from flashtune.core.problem import Bias, Problem
@@ -23,8 +22,8 @@ from flashtune.tuner.candidates import Candidate, SearchTask
 from flashtune.tuner.execution.compile_pool import Compiled, CompilePool
 from flashtune.tuner.tables.warm import calls_of, needs_of, warm
 from flashtune.tuner.workloads.models import training_passes
+from tests.tuner.cli.conftest import Run
 
-Run = Callable[..., Result]
 # No table ships for it.
 A100 = find_target("a100")
 

@@ -119,9 +119,7 @@ def timed(
     return list(finals)
 
 
-def test_ties_get_more_samples_scaled_to_the_common_clock(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_ties_get_more_samples_scaled_to_the_common_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     # The second and the first change places, at half the clock; the third was too far behind.
     first, other, third = timed(monkeypatch, [0.5, 0.51, 0.525], [1.02, 1.0])
     assert (first.ms, other.ms, third.ms) == pytest.approx((0.51, 0.5, 0.525))

@@ -27,11 +27,7 @@ def a_request(**changes: Any) -> SearchRequest:
 
 
 def search(
-    store: Store,
-    measurer: Any,
-    compiler: Any = None,
-    seen: list[Progress] | None = None,
-    **changes: Any,
+    store: Store, measurer: Any, compiler: Any = None, seen: list[Progress] | None = None, **changes: Any
 ) -> SearchResult:
     observer = (lambda progress: None) if seen is None else seen.append
     return run_search(

@@ -2,15 +2,7 @@ import math
 
 import pytest
 
-from flashtune.core.record import (
-    Measurement,
-    Outcome,
-    Provenance,
-    Record,
-    Resources,
-    Verdict,
-    standard_error,
-)
+from flashtune.core.record import Measurement, Outcome, Provenance, Record, Resources, Verdict, standard_error
 from flashtune.tuner.execution.timing import sample_count, summarize
 from flashtune.tuner.search.selection import finalists, select
 from tests.support.records import DIGEST, make_record

@@ -28,14 +28,14 @@ from flashtune.tuner.verify.record_checks import verify_records
 from flashtune.tuner.workloads.shapes import parse_shape
 from flashtune.verification.probes import EVERY_LEVEL
 from flashtune.verification.shapes import Tile, shapes_of
+from tests.support.records import shipped_table_of
 
 H200 = find_target("h200")
 
 
 def shipped(family: str) -> Record:
     """The first shipped record of a family."""
-    table = shipped_table("nvidia-h200")
-    assert table is not None
+    table = shipped_table_of("nvidia-h200")
     return next(record for record in table.records if record.family == family)
 
 
@@ -51,15 +51,13 @@ def changed(record: Record, part: str, **changes: Any) -> Record:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [target.name for target in TARGETS if shipped_table(target.name)])
 def test_every_shipped_record_is_admitted(name: str) -> None:
-    table = shipped_table(name)
-    assert table is not None
+    table = shipped_table_of(name)
     assert [reason for record in table.records if (reason := why_refused(record))] == []
 
 
 @pytest.mark.parametrize("name", [target.name for target in TARGETS if shipped_table(target.name)])
 def test_no_shipped_time_is_below_the_roofline(name: str) -> None:
-    table = shipped_table(name)
-    assert table is not None
+    table = shipped_table_of(name)
     target = find_target(name)
     below = [
         record.problem.key
@@ -101,8 +99,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 def test_impossible_times_with_shared_masks_are_refused(
     family: str, sharing: MaskSharing, ms: float, reason: str
 ) -> None:
-    table = shipped_table("nvidia-h200")
-    assert table is not None
+    table = shipped_table_of("nvidia-h200")
     biased = family == "forward_masked"
     record = next(
         row
@@ -134,9 +131,7 @@ def test_import_export_and_verify_apply_the_same_checks(
     assert reason in result.failed
 
 
-def test_other_digest_is_refused_only_under_the_current_template(
-    tmp_path: Path,
-) -> None:
+def test_other_digest_is_refused_only_under_the_current_template(tmp_path: Path) -> None:
     record = msgspec.structs.replace(shipped("forward_q_outer"), kernel="0" * 32)
     assert record.versions.template == template_hash(record.family)
     assert "stale receipt" in why_refused(record)
@@ -223,8 +218,7 @@ def test_impossible_gpu_properties_are_refused(changes: dict[str, Any], reason: 
 
 
 def test_each_distinct_kernel_is_rendered_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    table = shipped_table("nvidia-h200")
-    assert table is not None
+    table = shipped_table_of("nvidia-h200")
     records = [record for record in table.records if record.family == "forward_q_outer"][:40]
     rendered: list[object] = []
     render = rendering.render
@@ -272,8 +266,7 @@ def test_added_window_is_refused_in_one_sentence(tmp_path: Path) -> None:
 def test_receipts_without_probes_and_impossible_times_of_other_versions_are_refused(
     part: str, tmp_path: Path
 ) -> None:
-    table = shipped_table("nvidia-h200")
-    assert table is not None
+    table = shipped_table_of("nvidia-h200")
     timed = table.times[0].problem
     whole = part_of(table, {record.problem for record in table.records if record.problem.key == timed})
     receipts, times = whole.receipts[:1], whole.times[:1]

@@ -8,12 +8,13 @@ import pytest
 
 from flashtune.core.record import Measurement, Record, Verdict
 from flashtune.db.codec import Check
-from flashtune.db.table import Timing, TunedTable, dump_table, shipped_table
+from flashtune.db.table import Timing, TunedTable, dump_table
 from flashtune.dispatch.versions import current_versions
 from flashtune.tuner.tables.admission import digest_of
 from flashtune.tuner.tables.table_receipts import part_of, rendered_digests, sibling
 from scripts import merge_receipts
 from scripts.merge_receipts import main, merged, parts_of
+from tests.support.records import shipped_table_of
 
 VERDICT = Verdict(True, 0.4, 12, "", "NVIDIA H200", ("random",))
 
@@ -30,8 +31,7 @@ def sibling_digest(record: Record) -> str:
 @pytest.fixture
 def base() -> TunedTable:
     """A table of two problems with one kernel, whose sibling has a receipt."""
-    shipped = shipped_table("nvidia-h200")
-    assert shipped is not None
+    shipped = shipped_table_of("nvidia-h200")
     named = (record for record in shipped.records if record.family == "forward_q_outer")
     first = next(record for record in named if record.kernel == digest_of(record))
     problem = msgspec.structs.replace(first.problem, seqlen_q=2 * first.problem.seqlen_q)
@@ -63,8 +63,7 @@ def test_records_that_share_a_kernel_stay_together(base: TunedTable) -> None:
 
 
 def test_parts_have_all_records_and_the_receipts_of_their_kernels() -> None:
-    shipped = shipped_table("nvidia-h200")
-    assert shipped is not None
+    shipped = shipped_table_of("nvidia-h200")
     few = part_of(shipped, {record.problem for record in shipped.records[:40]})
     parts = parts_of(few, 3)
     assert len(parts) == 3

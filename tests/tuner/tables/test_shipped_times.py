@@ -9,7 +9,6 @@ from flashtune.core.problem import Causal, Problem
 from flashtune.core.record import Record, Selection, VerificationStatus
 from flashtune.core.target import find_target
 from flashtune.db.eligibility import by_problem
-from flashtune.db.table import shipped_table
 from flashtune.dispatch.faster_peers import faster_peer
 from flashtune.dispatch.forecast import forecast
 from flashtune.templates.family import unsupported_reason
@@ -17,6 +16,7 @@ from flashtune.templates.registry import find_family
 from flashtune.tuner.execution.sdpa import MASKED, MAX_MASK_ELEMENTS, OTHER_LAYOUTS, _mask_elements
 from flashtune.tuner.workloads.models import forward_of
 from flashtune.tuner.workloads.shapes import parse_shape
+from tests.support.records import shipped_table_of
 
 GPUS = ("nvidia-h100", "nvidia-h200")
 LEAST_SAMPLES = 21
@@ -52,8 +52,7 @@ OVER_ESTIMATE = (Known("nvidia-h100", SLOW_GRADIENTS, UNTIMED),)
 @functools.cache
 def selections(gpu: str) -> dict[str, Record]:
     """The selected record of each problem of a shipped table."""
-    table = shipped_table(gpu)
-    assert table is not None
+    table = shipped_table_of(gpu)
     return {key: records[0] for key, records in by_problem(table.records).items()}
 
 
@@ -85,8 +84,7 @@ def estimate(record: Record, gpu: str) -> float | None:
 
 @pytest.mark.parametrize("gpu", GPUS)
 def test_shipped_times_have_enough_samples(gpu: str) -> None:
-    table = shipped_table(gpu)
-    assert table is not None
+    table = shipped_table_of(gpu)
     few = {
         record.problem.key
         for record in table.records

@@ -15,7 +15,7 @@ from flashtune.core.problem import Problem
 from flashtune.core.record import Measurement, PeerTime, Record
 from flashtune.core.target import find_target
 from flashtune.db.eligibility import by_problem, serves_any_tensors
-from flashtune.db.table import TunedTable, parse_table, shipped_table
+from flashtune.db.table import TunedTable, parse_table
 from flashtune.dispatch.versions import current_versions
 from flashtune.tuner.candidates import Candidate
 from flashtune.tuner.cli import main
@@ -24,6 +24,7 @@ from flashtune.tuner.tables import table_compare
 from flashtune.tuner.tables.admission import digest_of
 from flashtune.tuner.tables.table_compare import Change, Retimed, compare, losses, retime_losses
 from flashtune.tuner.tables.table_receipts import sibling
+from tests.support.records import shipped_table_of
 
 # Records for any tensors that the shipped table did not take over: their verdicts name no probes.
 NOT_TAKEN_OVER = [
@@ -37,8 +38,7 @@ PREDECESSORS = sorted((Path(__file__).parents[2] / "data" / "tables").glob("*-pr
 
 def table_with(scale: float = 1.0, **changes: Any) -> TunedTable:
     """The first records of a shipped table, their times multiplied by a factor."""
-    table = shipped_table("nvidia-h200")
-    assert table is not None
+    table = shipped_table_of("nvidia-h200")
     records = tuple(_scaled(record, scale) for record in table.records[:4])
     return msgspec.structs.replace(table, **{"records": records, **changes})
 
@@ -90,8 +90,7 @@ def test_repeated_timing_requires_the_gpu_of_the_table() -> None:
 @pytest.mark.parametrize("path", PREDECESSORS, ids=lambda path: path.name)
 def test_shipped_selections_keep_the_speed_of_their_predecessors(path: Path) -> None:
     target = path.name.removesuffix("-predecessor.json.gz")
-    shipped = shipped_table(target)
-    assert shipped is not None
+    shipped = shipped_table_of(target)
     before = parse_table(gzip.decompress(path.read_bytes()), path.name)
     changes = compare(before, shipped)
     assert len(changes) > 300
@@ -174,8 +173,7 @@ def test_a_record_with_the_same_measurement_is_as_fast() -> None:
 
 def pair() -> tuple[Record, Record]:
     """The two records of a problem: for contiguous tensors, and for any. Their kernels render here."""
-    table = shipped_table("nvidia-h200")
-    assert table is not None
+    table = shipped_table_of("nvidia-h200")
     configured = [record for record in table.records if record.config is not None]
     first, second = next(
         both
@@ -282,9 +280,7 @@ def test_time_of_another_kernel_is_not_used(on_gpu: Callable[..., Finals]) -> No
     assert table.times == ()
 
 
-def test_time_with_another_specialization_is_not_used(
-    on_gpu: Callable[..., Finals],
-) -> None:
+def test_time_with_another_specialization_is_not_used(on_gpu: Callable[..., Finals]) -> None:
     on_gpu(0.8, 0.9)
     fast, other = pair()
     old = msgspec.structs.replace(fast, specialization=sibling(fast))

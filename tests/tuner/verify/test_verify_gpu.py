@@ -18,7 +18,7 @@ from flashtune.core.mask_sharing import MaskSharing
 from flashtune.core.record import Measurement, PeerTime, Record, Resources, SharedTime, Verdict
 from flashtune.core.target import Target, find_target
 from flashtune.db.codec import Check
-from flashtune.db.table import TunedTable, load_table, shipped_table
+from flashtune.db.table import TunedTable, load_table
 from flashtune.dispatch.masked_sdpa import timed_ways
 from flashtune.dispatch.versions import current_versions
 from flashtune.templates.registry import find_family
@@ -33,7 +33,7 @@ from flashtune.verification import check, passes
 from flashtune.verification.cases import Level
 from flashtune.verification.check import full_probes
 from tests.support.jobs import FakePool
-from tests.support.records import write_table
+from tests.support.records import shipped_table_of, write_table
 from tests.tuner.conftest import GpuMemory
 
 TARGET = find_target("h200")
@@ -45,8 +45,7 @@ READ = Resources(sram_bytes=1024, registers=99)
 
 def record_of(family: str) -> Record:
     """The first shipped record of a family, with versions older than the current ones."""
-    table = shipped_table(TARGET.name)
-    assert table is not None
+    table = shipped_table_of(TARGET.name)
     return next(record for record in table.records if record.family == family)
 
 
@@ -345,8 +344,7 @@ def test_record_with_a_changed_kernel_is_renewed_by_a_second_run(
 def test_record_of_current_versions_takes_missing_shared_mask_times(
     machine: Machine, tmp_path: Path, timed: bool, template: str | None
 ) -> None:
-    table = shipped_table(TARGET.name)
-    assert table is not None
+    table = shipped_table_of(TARGET.name)
     present = [row for row in table.records if row.config is not None and row.kernel == digest_of(row)]
     masked = next(row for row in present if timed_ways(row.problem))
     unmasked = next(row for row in present if row.family == "forward_hopper" and not timed_ways(row.problem))
@@ -443,8 +441,7 @@ def test_missing_skips_existing_evidence(machine: Machine, record: Record, paths
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{"probes": ("random",)}, {"probes": msgspec.UNSET}, {"device": "interpreter"}],
+    "changes", [{"probes": ("random",)}, {"probes": msgspec.UNSET}, {"device": "interpreter"}]
 )
 def test_missing_repeats_checks_without_a_probe_or_the_gpu(
     machine: Machine, record: Record, changes: dict[str, Any]

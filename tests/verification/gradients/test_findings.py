@@ -134,9 +134,7 @@ def test_float32_launches_are_not_compared_with_the_first(monkeypatch: pytest.Mo
     assert found(monkeypatch, case, spoil) == {"row errors of dk"}
 
 
-def test_gradients_of_biases_are_compared_with_the_first_launch(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_gradients_of_biases_are_compared_with_the_first_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     case = a_case()
     case = replace(case, problem=replace(case.problem, bias=Bias.ADDITIVE, alibi=True))
 

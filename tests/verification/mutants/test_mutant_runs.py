@@ -148,10 +148,7 @@ def test_uncompilable_mutants_and_those_after_the_deadline_are_not_run(
     [(refuse, Fate.DELAYED), (hang, Fate.DELAYED), (die, Fate.DELAYED), (run_out, Fate.NOT_RUN)],
 )
 def test_mutants_detected_only_with_delays_are_separate(
-    end: Callable[[int], Checked],
-    fate: Fate,
-    install: Callable[[Gpu], Gpu],
-    plan: Plan,
+    end: Callable[[int], Checked], fate: Fate, install: Callable[[Gpu], Gpu], plan: Plan
 ) -> None:
     late, equal = (next(of_kind(racy=racy, hangs=False)) for racy in (True, False))
     install(Gpu({}, {digest(late): end}))
@@ -168,9 +165,7 @@ def test_survivors_are_reported_despite_delays(install: Callable[[Gpu], Gpu], pl
 
 @pytest.mark.parametrize("end", [refuse, hang, die, run_out])
 def test_correct_kernel_refused_only_with_delays_is_refused_wrongly(
-    end: Callable[[int], Checked],
-    install: Callable[[Gpu], Gpu],
-    plan: Plan,
+    end: Callable[[int], Checked], install: Callable[[Gpu], Gpu], plan: Plan
 ) -> None:
     subjects = right.sampled_subjects(2, 3, H200)[:3]
     install(Gpu({}, {rendered(subjects[1]).digest: end})).replaced[jobs.confirm] = lambda subject, seed: False
@@ -206,10 +201,7 @@ def test_refused_correct_kernels_are_checked_again(install: Callable[[Gpu], Gpu]
 
 @pytest.mark.parametrize(("end", "confirmed"), [(die, False), (hang, None), (run_out, None)])
 def test_strict_check_without_verdict_is_separate(
-    end: Callable[[int], Checked],
-    confirmed: bool | None,
-    install: Callable[[Gpu], Gpu],
-    plan: Plan,
+    end: Callable[[int], Checked], confirmed: bool | None, install: Callable[[Gpu], Gpu], plan: Plan
 ) -> None:
     (subject,) = right.sampled_subjects(1, 3, H200)[:1]
     install(Gpu({rendered(subject).digest: refuse})).replaced[jobs.confirm] = lambda subject, seed: end(seed)

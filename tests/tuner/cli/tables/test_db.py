@@ -3,12 +3,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from click.testing import Result
 
 from flashtune.core.record import Record
 from flashtune.db.store import open_store
-
-Run = Callable[..., Result]
+from tests.tuner.cli.conftest import Run
 
 
 def test_path_uses_the_environment_variable_and_the_option(run: Run, tmp_path: Path) -> None:

@@ -2,22 +2,20 @@
 
 import json
 import sqlite3
-from collections.abc import Callable
 from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 
 from flashtune.core.errors import UsageError
 from flashtune.core.record import Outcome, Provenance, Record
 from flashtune.db.store import open_store
 from flashtune.tuner.cli import main
 from flashtune.tuner.cli.commands.db import moment
-
-Run = Callable[..., Result]
-MakeRecord = Callable[..., Record]
+from tests.support.records import MakeRecord
+from tests.tuner.cli.conftest import Run
 
 
 def kept(tmp_path: Path) -> list[str]:

@@ -3,14 +3,12 @@
 import ast
 import importlib.util
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import triton
-from click.testing import Result
 
 from flashtune.core.kernel import Alignment, Specialization
 from flashtune.core.problem import Problem
@@ -19,9 +17,9 @@ from flashtune.db.store import open_store
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from flashtune.tuner.tables.table_files import file_name, kernel_files, triton_configs
+from tests.support.records import MakeRecord
+from tests.tuner.cli.conftest import Run
 
-Run = Callable[..., Result]
-MakeRecord = Callable[..., Record]
 Stored = tuple[Record, ...]
 
 

@@ -3,12 +3,10 @@
 import json
 import os
 import sqlite3
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
-from click.testing import Result
 
 from flashtune.core.errors import FlashtuneError
 from flashtune.core.record import Record
@@ -17,9 +15,9 @@ from flashtune.db.store import open_store
 from flashtune.db.table import load_table
 from flashtune.tuner.tables import table_files
 from flashtune.tuner.tables.table_files import import_tables, json_table, write_file
+from tests.support.records import MakeRecord
+from tests.tuner.cli.conftest import Run
 
-Run = Callable[..., Result]
-MakeRecord = Callable[..., Record]
 Stored = tuple[Record, ...]
 
 

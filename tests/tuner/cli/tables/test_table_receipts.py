@@ -7,7 +7,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from click.testing import Result
 
 from flashtune.core.record import Measurement, Record, Verdict
 from flashtune.db.codec import Check
@@ -22,12 +21,9 @@ from flashtune.tuner.tables.table_receipts import sibling, without_strays
 from flashtune.tuner.workloads.shapes import parse_shape
 from flashtune.verification.probes import EVERY_LEVEL
 from tests.support.families import Ship
-from tests.support.records import write_table
+from tests.support.records import MakeRecord, write_table
 from tests.support.runtime import forget_all
-from tests.tuner.cli.conftest import SHAPE
-
-Run = Callable[..., Result]
-MakeRecord = Callable[..., Record]
+from tests.tuner.cli.conftest import SHAPE, Run
 
 STRAY = "e" * 32
 VERDICT = Verdict(True, 0.4, 12, "", "NVIDIA H200", probes=tuple(EVERY_LEVEL))

@@ -95,10 +95,7 @@ def test_one_study_covers_all_families() -> None:
 def test_sampler_finds_the_best_faster_than_random_search() -> None:
     space = a_space(block_ms=(16, 32, 64, 128, 256, 512), warps=(1, 2, 4, 8, 16))
     scope = SearchTask(
-        a_problem(),
-        find_target("h100"),
-        Specialization(),
-        (FamilySpace(find_family(FAMILY), space),),
+        a_problem(), find_target("h100"), Specialization(), (FamilySpace(find_family(FAMILY), space),)
     )
     ordered = sorted(scope.candidates(), key=ms_of)
     proposer = DefaultStrategy(scope, (), [Ranked(candidate, 1.0) for candidate in ordered[::-1]], {}, seed=3)

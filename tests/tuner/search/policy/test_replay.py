@@ -11,11 +11,11 @@ from flashtune.core.problem import Problem
 from flashtune.core.record import Outcome
 from flashtune.core.target import find_target
 from flashtune.db.store import Store
-from flashtune.db.table import shipped_table
 from flashtune.tuner.search.driver import run_search
 from flashtune.tuner.search.request import Budget, SearchRequest, SearchResult, Stop
 from flashtune.tuner.search.warm_start import OTHER_FEATURE, remoteness
 from tests.benchmarks.research.truth_fakes import a_table
+from tests.support.records import shipped_table_of
 
 
 def replayed(table: TruthTable, store: Store, budget: Budget, seed: int = 0) -> tuple[SearchResult, Replay]:
@@ -116,8 +116,7 @@ def test_best_after_each_trial_uses_true_times_of_the_finalists() -> None:
 
 
 def test_winners_of_the_same_features_are_nearer() -> None:
-    table = shipped_table("nvidia-h200")
-    assert table is not None
+    table = shipped_table_of("nvidia-h200")
     plain = next(record for record in table.records if record.config)
 
     def remote(**changes: object) -> float:
