@@ -135,6 +135,7 @@ def other_pythons() -> dict[tuple[int, ...], Path]:
     return {version: pythons[version] for version in (min(pythons), max(pythons))} if pythons else {}
 
 
+@pytest.mark.slow
 def test_other_pythons_give_the_same_forms() -> None:
     pythons = other_pythons()
     if not pythons:

@@ -290,6 +290,7 @@ def test_preparations_keep_no_tensors(machine: Machine, problem: Problem) -> Non
     assert not left
 
 
+@pytest.mark.slow
 def test_threads_get_the_same_bits(machine: Machine, problem: Problem, make_record: Make) -> None:
     tuned(machine, make_record(problem, peers=FASTER))
     call = called(problem)

@@ -204,6 +204,7 @@ def run_recorded(name: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(argv, env=environment, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_environment_variable_records_a_process(file: Path) -> None:
     for _ in range(2):
         told = run_recorded(str(file))
@@ -211,12 +212,14 @@ def test_environment_variable_records_a_process(file: Path) -> None:
     assert [count.calls for count in read_counts(file)] == [4]
 
 
+@pytest.mark.slow
 def test_invalid_file_in_environment_variable_causes_a_warning(file: Path) -> None:
     told = run_recorded(str(file.parent / "none" / "x.jsonl"))
     assert FlashtuneWarning.__name__ in told.stderr
     assert "no such folder" in told.stderr
 
 
+@pytest.mark.slow
 def test_variable_that_names_no_file_does_not_fail_the_import() -> None:
     environment = {**os.environ, RECORD_VARIABLE: "x" * 300}
     argv = [sys.executable, "-c", "import flashtune.runtime.session"]

@@ -282,12 +282,14 @@ def test_offsets_beyond_32_bits_are_refused(name: str) -> None:
         refused(name, change, rf"^{named} spans \d+ elements, expected fewer than 2\*\*31$")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in COMBINATIONS if COMBINATIONS[name].features.get("bias")])
 def test_a_bias_beyond_32_bits_is_refused(name: str) -> None:
     message = r"^bias spans \d+ elements in one batch, expected fewer than 2\*\*31"
     refused(name, far("bias", 1, 2**31), message)
 
 
+@pytest.mark.slow
 @EVERY
 def test_non_contiguous_extra_inputs_are_refused(name: str) -> None:
     is_quantized = "e4m3_d128" in name and not COMBINATIONS[name].features.get("kv_dtype")
@@ -305,6 +307,7 @@ def test_separate_values_of_latent_keys_are_refused(name: str) -> None:
     refused(name, put("v", torch.clone), r"^v is a tensor of its own, expected the first 512 columns of k$")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

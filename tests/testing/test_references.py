@@ -158,6 +158,7 @@ def test_inputs_depend_on_the_seed_only() -> None:
     assert not torch.equal(first, other)
 
 
+@pytest.mark.slow
 def test_import_needs_no_pytest() -> None:
     code = "import sys, flashtune.testing; sys.exit('pytest' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

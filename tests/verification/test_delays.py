@@ -42,6 +42,7 @@ def test_only_families_with_explicit_barriers_are_delayed() -> None:
         assert (delayed(rendered(subject)) is None) == (subject.family not in native)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("subject", WITH_BARRIERS, ids=str)
 def test_only_sleeps_are_added(subject: Subject) -> None:
     kernel, original = late(subject), rendered(subject)
@@ -51,6 +52,7 @@ def test_only_sleeps_are_added(subject: Subject) -> None:
     assert kept == original.source.splitlines()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("subject", WITH_BARRIERS, ids=str)
 def test_sleeps_precede_every_synchronisation(subject: Subject) -> None:
     lines = late(subject).source.splitlines()

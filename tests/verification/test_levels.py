@@ -168,6 +168,7 @@ def test_hopper_kernels_of_8_bit_pages_are_drawn_with_other_features() -> None:
     assert expected == {features for features in drawn if features >= STORED_PAGES}
 
 
+@pytest.mark.slow
 def test_kernels_are_reused_and_problems_are_supported() -> None:
     drawn = list(trials(3 * len(SUBJECTS), 1, H200))
     assert len({trial.subject for trial in drawn}) == len(SUBJECTS)

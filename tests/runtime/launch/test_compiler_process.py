@@ -81,6 +81,7 @@ def test_kernels_are_compiled_apart_for_each_gpu_and_after_their_eviction(
     assert targets == [TARGET, h100, TARGET]
 
 
+@pytest.mark.slow
 def test_failures_are_left_to_the_caller(
     record: Record, compiler: CompilerProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

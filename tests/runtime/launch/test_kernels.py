@@ -47,6 +47,7 @@ def copy_of(record: Record) -> Path:
     return kernel_folder() / f"{record.family}_{record.kernel}.py"
 
 
+@pytest.mark.slow
 def test_verified_cached_source_needs_no_template_engine(
     problem: Problem, make_record: Make, tmp_path: Path
 ) -> None:

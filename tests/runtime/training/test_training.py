@@ -101,6 +101,7 @@ def test_backend_with_the_faster_sum_serves_both_passes(
     assert backends(0.1, 0.1) == ("generated", "generated")
 
 
+@pytest.mark.slow
 def test_compile_traces_operators_of_the_backend_of_both_passes(
     machine: Machine, problem: Problem, make_record: Make
 ) -> None:

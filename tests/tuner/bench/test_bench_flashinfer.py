@@ -80,6 +80,7 @@ class FakeFlashInfer:
     BatchPrefillWithRaggedKVCacheWrapper = FakeRaggedWrapper
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [

@@ -61,6 +61,7 @@ def test_underestimating_model_fails() -> None:
     assert any("that do not fit were caught" in failure for failure in audit.failures())
 
 
+@pytest.mark.slow
 def test_results_do_not_depend_on_compile_concurrency() -> None:
     assert audited(Scripted(1.0), in_flight=1) == audited(Scripted(1.0), in_flight=7)
 

@@ -62,6 +62,7 @@ def test_records_that_share_a_kernel_stay_together(base: TunedTable) -> None:
     assert merged(base, base, [part]) == (base, [])
 
 
+@pytest.mark.slow
 def test_parts_have_all_records_and_the_receipts_of_their_kernels() -> None:
     shipped = shipped_table_of("nvidia-h200")
     few = part_of(shipped, {record.problem for record in shipped.records[:40]})

@@ -293,6 +293,7 @@ def test_interpreter_processes_require_triton_interpret() -> None:
         verify_jobs.check_interpreted(record_checks._task(subject))
 
 
+@pytest.mark.slow
 def test_slowest_interpreted_kernels_start_first() -> None:
     decoding = [
         record

@@ -339,6 +339,7 @@ def test_record_with_a_changed_kernel_is_renewed_by_a_second_run(
     assert (machine.checked, len(machine.timed)) == ([], 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("template", [None, "0" * 16])
 @pytest.mark.parametrize("timed", [False, True])
 def test_record_of_current_versions_takes_missing_shared_mask_times(

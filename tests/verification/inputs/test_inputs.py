@@ -274,6 +274,7 @@ def test_full_and_empty_tiles_follow_each_other(bias: str) -> None:
         assert (kind[..., 1:] & ~kind[..., :-1]).any(), "after a partial one"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bias", ["boolean", "additive"])
 def test_some_rows_of_a_long_mask_have_no_keys(bias: str) -> None:
     (problem,) = parse_shape(f"heads=4,seqlen=2048,head_dim=128,batch=1,bias={bias}")
