@@ -263,18 +263,24 @@ def test_a_full_queue_is_not_made_longer(machine: Machine, problem: Problem) -> 
     session = Session(machine, machine, machine.compiler, queue_limit=2)
     ready(called(problem), session=session)
     session.wait()
-    machine.compiler.release.clear()
-    for batch in (1, 4, 8, 16, 32, 64):
-        ready(called(with_lengths(problem, 8, 8, batch)), None, session=session)
-    kinds = len(session.entries)
-    machine.compiler.release.set()
-    assert kinds <= 1 + 3
-    session.wait()
-    machine.compiler.release.clear()
-    is_new = ready(called(with_lengths(problem, 8, 8, 64)), None, session=session) is None
-    machine.compiler.release.set()
-    assert is_new
-    session.wait()
+    began, release = threading.Event(), threading.Event()
+
+    def block() -> None:
+        began.set()
+        release.wait(60)
+
+    # The first call only loads the records. Two kinds are queued, and the others are new again afterwards.
+    for batches, kinds in (((1, 4, 8, 16, 32, 64), 2), ((64,), 3)):
+        began.clear()
+        release.clear()
+        session.worker.put(block, 1)
+        assert began.wait(60)
+        for batch in batches:
+            ready(called(with_lengths(problem, 8, 8, batch)), None, session=session)
+        count = len(session.entries)
+        release.set()
+        session.wait()
+        assert count == kinds
 
 
 def test_preparations_keep_no_tensors(machine: Machine, problem: Problem) -> None:
