@@ -64,7 +64,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Measures all configs of a problem's space on a GPU.")
     parser.add_argument("--preset", action="store_true", help="the ten problems of tests/data/truth")
     parser.add_argument("--shape", action="append", default=[], help="as for flashtune search; repeatable")
-    parser.add_argument("--family", default="forward_hopper", help="whose configs, for --shape")
+    parser.add_argument("--family", default="forward_hopper", help="the family of the configs, for --shape")
     parser.add_argument("--configs", type=int, default=300, help="how many to draw; 0 for all")
     parser.add_argument("--seed", type=int, default=0, help="of the draw")
     parser.add_argument("--seconds", type=float, default=150.0, help="limit for each problem")

@@ -200,7 +200,7 @@ def test_threads_on_their_own_streams(dtype: torch.dtype) -> None:
                     q, k, v = (tensor.clone() for tensor in inputs[number])
                     if not torch.equal(generated(q, k, v), expected[number]):
                         wrong.append(f"thread {number}, turn {turn}")
-        except Exception as error:  # noqa: BLE001 - told below: pytest does not see into threads
+        except Exception as error:  # noqa: BLE001 - reported below: pytest does not see errors of threads
             wrong.append(f"thread {number}: {error}")
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(len(inputs))]

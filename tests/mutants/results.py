@@ -69,7 +69,7 @@ class Control(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     # Whether the strict level accepts it, where the full level did not.
     confirmed: bool | None = None
     kernel: str = ""  # Digest of the kernel that ran; empty if none did.
-    delayed: bool = False  # Whether it was accepted but for warps that fall behind.
+    delayed: bool = False  # Whether it was accepted unless some warps are delayed.
 
     @property
     def wrongly_refused(self) -> bool:
