@@ -5,12 +5,13 @@ import torch
 from flashtune.core.target import Target, device_target
 from flashtune.dispatch.masked_sdpa import MaskTrials
 from flashtune.dispatch.sdpa import chosen_backend
-from flashtune.dispatch.tables import Tables, tuned_records
+from flashtune.dispatch.tables import tuned_records
 
 
 class Platform:
     """The GPUs, their tuned records, and the backend that SDPA selects. Tests pass others."""
 
+    records = staticmethod(tuned_records)
     sdpa_backend = staticmethod(chosen_backend)
 
     def __init__(self) -> None:
@@ -19,10 +20,6 @@ class Platform:
     def target(self, device: torch.device) -> Target:
         """Returns the GPU of a device, which is the current one without an index."""
         return device_target(torch.cuda.current_device() if device.index is None else device.index)
-
-    def records(self, target: Target) -> Tables:
-        """Returns the tuned records of a GPU."""
-        return tuned_records(target.name)
 
     def has_kernels(self, device: torch.device) -> bool:
         """Whether kernels run on a device. Meta tensors have no values, so that nothing runs."""

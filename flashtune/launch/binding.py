@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from flashtune.core.kernel import Argument, Kernel
     from flashtune.core.target import Target
-    from flashtune.launch.workspaces import Allocate
+    from flashtune.launch.workspaces import Allocate, Kept
 
 # The names of a backward pass's workspaces begin so and end with the workspace's index.
 WORKSPACE = "workspace_"
@@ -50,11 +50,13 @@ def bind(
     *,
     compiled: Binary | None = None,
     allocate: Allocate = allocate_workspace,
+    kept: Kept | None = None,
 ) -> Launch:
     """Returns the launch of a kernel for tensors of these shapes: loads, compiles and plans.
 
     Tensors and extra inputs have the strides and lengths of later calls. With `compiled`, many shapes share
-    one binary. Verification allocates poisoned workspaces.
+    one binary. With `kept`, launches share the memory of workspaces. Verification allocates poisoned
+    workspaces.
     """
     module = load_module(kernel)
     quantized = tensors.q.dtype is E4M3
@@ -91,7 +93,7 @@ def bind(
         ),
         fields,
         device,
-        Workspaces(workspaces, device, allocate) if workspaces else None,
+        Workspaces(workspaces, device, allocate, kept) if workspaces else None,
         tuple(patterns),
         arguments,
         unit_scales(tensors.q) if quantized else None,
