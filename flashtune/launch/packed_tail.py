@@ -7,25 +7,20 @@ Only the device knows where the last sequence ends. A kernel reads it, so that t
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 # ruff: noqa: ANN001, ANN201
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from flashtune.core.errors import KernelError, MachineError
 from flashtune.core.layouts import DTYPES
 from flashtune.core.machine import machine_errors
+from flashtune.core.target import Target
 from flashtune.launch.compilation import first_line
 from flashtune.launch.launcher import current_stream, queue_of
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
-    from flashtune.core.target import Target
 
 # Columns that a program clears at once, and the largest number of programs.
 COLUMNS = tl.constexpr(256)
