@@ -1,17 +1,19 @@
 """The facts about this machine on which the choice of kernels depends."""
 
+from collections.abc import Callable
+
 import torch
 
 from flashtune.core.target import Target, device_target
 from flashtune.dispatch.masked_sdpa import MaskTrials
 from flashtune.dispatch.sdpa import chosen_backend
-from flashtune.dispatch.tables import tuned_records
+from flashtune.dispatch.tables import Tables, tuned_records
 
 
 class Platform:
     """The GPUs, their tuned records, and the backend that SDPA selects. Tests pass others."""
 
-    records = staticmethod(tuned_records)
+    records: Callable[[str], Tables] = staticmethod(tuned_records)
     sdpa_backend = staticmethod(chosen_backend)
 
     def __init__(self) -> None:

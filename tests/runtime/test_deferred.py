@@ -97,7 +97,7 @@ def test_the_worker_loads_the_kernel_that_clears_rows(machine: Machine) -> None:
     def loaded(*_: object) -> None:
         threads.append(threading.current_thread().name)
 
-    machine.tail_clearer = loaded  # type: ignore[method-assign]
+    machine.tail_clearer = loaded  # type: ignore[method-assign, assignment]
     q, starts = torch.randn(40, 2, 64), torch.tensor([0, 10, 40], dtype=torch.int32)
     ready(varlen_call(q, q, q, starts, starts, 30, 30), None)
     SESSION.wait()
