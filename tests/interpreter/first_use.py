@@ -13,7 +13,7 @@ from flashtune.core.target import find_target
 from flashtune.launch.binding import bind
 from flashtune.launch.compilation import kernel_folder
 from flashtune.launch.tensors import ForwardTensors
-from flashtune.runtime.self_check import SelfChecks
+from flashtune.runtime.self_check import CheckTask, SelfChecks
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from flashtune.verification import check
@@ -46,7 +46,7 @@ def use_first(start: float, checks: Path) -> float:
     config = family.default(PROBLEM, TARGET)
     kernel = render(family, PROBLEM, config, Specialization(lse=True))
     time.sleep(max(0.0, start - time.time()))
-    assert SelfChecks(counted).passes(kernel, PROBLEM, config, TARGET, CPU)
+    assert SelfChecks(counted).passes(CheckTask(kernel, PROBLEM, config, TARGET, CPU))
     assert (kernel_folder() / f"{kernel.family}_{kernel.digest}.py").read_text() == kernel.source
     torch.manual_seed(3)
     q, out = torch.randn(1, 2, 40, 16), torch.empty(1, 2, 40, 16)

@@ -18,8 +18,8 @@ from flashtune.core.problem import Causal, Feature
 from flashtune.dispatch import decision, lookup
 from flashtune.dispatch.bound_request import BoundRequest
 from flashtune.dispatch.decision import Decision
-from flashtune.dispatch.nearest import nearest_record, same_computation, tuned_alike
-from flashtune.dispatch.tables import Tables
+from flashtune.dispatch.nearest import nearest_record, tuned_alike
+from flashtune.dispatch.tables import Tables, same_computation
 from flashtune.recording.recorder import read_counts
 from flashtune.request.call import dense_call, varlen_call
 from flashtune.request.read_call import read_call

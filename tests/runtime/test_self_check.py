@@ -24,7 +24,7 @@ from flashtune.db.store import open_store
 from flashtune.dispatch.versions import current_versions
 from flashtune.launch.compilation import kernel_folder
 from flashtune.launch.kernel_cache import kernel_of
-from flashtune.runtime.self_check import SelfChecks
+from flashtune.runtime.self_check import CheckTask, SelfChecks
 
 Make = Callable[..., Record]
 TARGET = find_target("h200")
@@ -56,10 +56,10 @@ def test_verdict_is_cached_in_process_and_database(problem: Problem, make_record
     assert record.config is not None
     assert checks.known_verdict(kernel, TARGET) is None
     for _ in range(3):
-        assert checks.passes(kernel, problem, record.config, TARGET, DEVICE) is passed
+        assert checks.passes(CheckTask(kernel, problem, record.config, TARGET, DEVICE)) is passed
     assert checker.calls == 1
     checks = SelfChecks(checker)
-    assert checks.passes(kernel, problem, record.config, TARGET, DEVICE) is passed
+    assert checks.passes(CheckTask(kernel, problem, record.config, TARGET, DEVICE)) is passed
     assert checker.calls == 1, "the database remembers for other processes"
     checks = SelfChecks(checker)
     assert checks.known_verdict(kernel, find_target("a100")) is None
@@ -86,10 +86,10 @@ def test_unreachable_database_causes_a_check_in_every_process(
     assert record.config is not None
     kernel = kernel_for(record)
     with pytest.warns(FlashtuneWarning, match="checked again in every process"):
-        assert checks.passes(kernel, problem, record.config, TARGET, DEVICE)
+        assert checks.passes(CheckTask(kernel, problem, record.config, TARGET, DEVICE))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert checks.passes(kernel, problem, record.config, TARGET, DEVICE)
+        assert checks.passes(CheckTask(kernel, problem, record.config, TARGET, DEVICE))
     assert checker.calls == 1
 
 
@@ -101,7 +101,7 @@ def test_launch_failure_stores_no_verdict(problem: Problem, make_record: Make) -
     record = make_record(problem)
     assert record.config is not None
     with pytest.raises(KernelError):
-        checks.passes(kernel_for(record), problem, record.config, TARGET, DEVICE)
+        checks.passes(CheckTask(kernel_for(record), problem, record.config, TARGET, DEVICE))
     assert checks.known_verdict(kernel_for(record), TARGET) is None
 
 
@@ -111,7 +111,7 @@ def test_duration_of_a_check_is_stored(problem: Problem, make_record: Make) -> N
     assert record.config is not None
     kernel = kernel_for(record)
     assert checks.known_seconds(kernel, TARGET) is None
-    checks.passes(kernel, problem, record.config, TARGET, DEVICE)
+    checks.passes(CheckTask(kernel, problem, record.config, TARGET, DEVICE))
     seconds = checks.known_seconds(kernel, TARGET)
     assert seconds is not None
     assert 0 <= seconds < 1
@@ -135,7 +135,7 @@ def test_verdict_of_another_process_is_used_after_the_wait(problem: Problem, mak
         return kernel_folder()
 
     checks = SelfChecks(checker, folder=after_another)
-    assert not checks.passes(kernel, problem, record.config, TARGET, DEVICE)
+    assert not checks.passes(CheckTask(kernel, problem, record.config, TARGET, DEVICE))
     assert checker.calls == 0
 
 
@@ -184,7 +184,7 @@ def test_preload_runs_while_the_kernel_compiles(
     record = make_record(problem)
     assert record.config is not None
     raised = contextlib.nullcontext() if error is None else pytest.raises(KernelError)
-    with raised, checks.preloading(kernel_for(record), problem, record.config, TARGET, DEVICE):
+    with raised, checks.preloading(CheckTask(kernel_for(record), problem, record.config, TARGET, DEVICE)):
         assert preload.began.wait(600)
         assert not preload.ended.is_set()
         if error is not None:
@@ -205,7 +205,7 @@ def test_preload_runs_once_for_kernels_of_a_kind(
         msgspec.structs.replace(problem, window_left=9),
     )
     for kind, devices in zip(kinds, (1, 1, 2), strict=True):
-        with checks.preloading(kernel_for(record), kind, record.config, TARGET, DEVICE):
+        with checks.preloading(CheckTask(kernel_for(record), kind, record.config, TARGET, DEVICE)):
             pass
         assert entered.count(DEVICE) == devices
 
@@ -217,7 +217,7 @@ def test_errors_of_the_preload_are_ignored(problem: Problem, make_record: Make) 
     checks = SelfChecks(preload=preload)
     record = make_record(problem)
     assert record.config is not None
-    with checks.preloading(kernel_for(record), problem, record.config, TARGET, DEVICE):
+    with checks.preloading(CheckTask(kernel_for(record), problem, record.config, TARGET, DEVICE)):
         assert preload.began.wait(600)
 
 
@@ -227,9 +227,9 @@ def test_verified_kernel_needs_no_preload(problem: Problem, make_record: Make, e
     record = make_record(problem)
     assert record.config is not None
     kernel = kernel_for(record)
-    checks.passes(kernel, problem, record.config, TARGET, DEVICE)
+    checks.passes(CheckTask(kernel, problem, record.config, TARGET, DEVICE))
     checks = SelfChecks(preload=preload)
-    with checks.preloading(kernel, problem, record.config, TARGET, DEVICE):
+    with checks.preloading(CheckTask(kernel, problem, record.config, TARGET, DEVICE)):
         pass
     assert not preload.began.is_set()
     assert not entered
@@ -243,7 +243,7 @@ def test_without_a_lock_every_process_checks(problem: Problem, make_record: Make
     no_folder.write_text("")
     checker = Checker(True)
     checks = SelfChecks(checker, folder=lambda: no_folder)
-    assert checks.passes(kernel, problem, record.config, TARGET, DEVICE)
+    assert checks.passes(CheckTask(kernel, problem, record.config, TARGET, DEVICE))
     assert checker.calls == 1
 
 

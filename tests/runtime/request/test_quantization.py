@@ -22,6 +22,7 @@ from flashtune.request.request import Executor, Prefer
 from flashtune.runtime import executors, session
 from flashtune.runtime.call_key import call_key
 from tests.emulator.tensor_maps import Noted, queued
+from tests.support.machine import Machine
 
 BATCH, HEADS, KV_HEADS, ROWS, WIDTH = 2, 4, 2, 16, 32
 E4M3 = torch.float8_e4m3fn
@@ -143,7 +144,7 @@ BackwardCase = dict[str, Any]
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> list[BackwardCase]:
+def launches(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> list[BackwardCase]:
     """A server of every request, whose launches note what they are given."""
     calls: list[BackwardCase] = []
 
