@@ -38,8 +38,8 @@ UNFUSED_MS, SCORE_MS, COLUMN_MS, MASK_BYTES = 0.03, 1.2e-8, 1e-10, 12
 # keys for several of queries take 0.7 to 2 times as long there.
 UNFUSED_LEAD = 0.65
 # Time of a score and of its columns in both passes of float32, in ms: in the memory-efficient backend, which
-# skips hidden scores; and in the unfused path, which computes columns in tf32 for next to nothing. At 41 of 43
-# shapes on an H200, the path that these select is the faster one or within 5% of it.
+# skips hidden scores; and in the unfused path, which computes columns in tf32 for next to nothing. At 41 of
+# 43 shapes on an H200, the path that these select is the faster one or within 5% of it.
 FUSED_COLUMN_MS, FUSED_COLUMNS, PAIR_SCORE_MS, PAIR_COLUMN_MS = 3.7e-10, 64, 2e-8, 2.1e-10
 # With more keys than this for a query, the memory-efficient backward pass has few programs. With 147 queries
 # and 4,647 keys, it took three times as long as the unfused path on an H100.
