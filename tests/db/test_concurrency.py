@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from flashtune.db.light.reader import open_reader
 from flashtune.db.store import open_store
+from tests.db.records import reader_of
 
 WRITER = Path(__file__).with_name("writer.py")
 ENDLESS = 1_000_000
@@ -67,8 +67,7 @@ def test_killed_writers_lose_no_committed_records(path: Path) -> None:
             said |= {int(line) for line in out.splitlines(keepends=True) if line.endswith("\n")}
         assert is_sound(path)
         assert said <= stored(path)
-    reader = open_reader(str(path))
-    assert reader is not None
+    reader = reader_of(path)
     assert len(reader.selections("nvidia-h200")) == 1
 
 

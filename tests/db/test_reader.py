@@ -8,7 +8,7 @@ import pytest
 
 from flashtune.db.light.reader import open_reader
 from flashtune.db.store import Store, open_store
-from tests.support.records import MakeProblem, MakeRecord
+from tests.db.records import make_problem, make_record, reader_of
 
 TARGET = "nvidia-h200"
 
@@ -18,14 +18,11 @@ def test_missing_database_has_no_reader(path: Path) -> None:
     assert not path.exists()
 
 
-def test_reader_finds_selections_of_the_store(
-    store: Store, make_record: MakeRecord, make_problem: MakeProblem
-) -> None:
+def test_reader_finds_selections_of_the_store(store: Store) -> None:
     short, long = make_record(), make_record(problem=make_problem(seqlen_q=1024))
     for record in (long, short, make_record(target="nvidia-a100")):
         store.pin(store.add(record))
-    reader = open_reader(store.url)
-    assert reader is not None
+    reader = reader_of(store.url)
     assert reader.selection(short.problem.key, TARGET) == short
     assert reader.selection(make_problem(batch=7).key, TARGET) is None
     assert reader.selection(short.problem.key, "amd-mi300x") is None
@@ -34,7 +31,7 @@ def test_reader_finds_selections_of_the_store(
     assert reader.stored() == (*store.selections(), *store.fallbacks())
 
 
-def test_environment_variable_sets_the_database(own_database: Path, make_record: MakeRecord) -> None:
+def test_environment_variable_sets_the_database(own_database: Path) -> None:
     with open_store() as store:
         store.pin(store.add(make_record()))
     reader = open_reader()
@@ -42,35 +39,32 @@ def test_environment_variable_sets_the_database(own_database: Path, make_record:
     assert reader.selections(TARGET) == (make_record(),)
 
 
-def test_reader_notices_a_replaced_or_removed_database(path: Path, make_record: MakeRecord) -> None:
+def test_reader_notices_a_replaced_or_removed_database(path: Path) -> None:
     for ms in (1.0, 2.0):
         with open_store(str(path)) as store:
             store.pin(store.add(make_record(ms=ms)))
-        reader = open_reader(str(path))
-        assert reader is not None
+        reader = reader_of(path)
         assert reader.selections(TARGET) == (make_record(ms=ms),)
         path.unlink()
         assert reader.selections(TARGET) == ()
 
 
-def test_reader_does_not_write(path: Path, make_record: MakeRecord) -> None:
+def test_reader_does_not_write(path: Path) -> None:
     with open_store(str(path)) as store:
         store.pin(store.add(make_record()))
     before = path.read_bytes()
-    reader = open_reader(str(path))
-    assert reader is not None
+    reader = reader_of(path)
     reader.selections(TARGET)
     assert path.read_bytes() == before
 
 
 @pytest.mark.slow
-def test_threads_read_while_a_store_writes(path: Path, make_record: MakeRecord) -> None:
+def test_threads_read_while_a_store_writes(path: Path) -> None:
     failures: list[BaseException] = []
     done = threading.Event()
     with open_store(str(path)) as store:
         store.pin(store.add(make_record()))
-        reader = open_reader(str(path))
-        assert reader is not None
+        reader = reader_of(path)
 
         def read() -> None:
             try:
@@ -91,7 +85,7 @@ def test_threads_read_while_a_store_writes(path: Path, make_record: MakeRecord) 
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-def test_forked_child_can_read(path: Path, make_record: MakeRecord) -> None:
+def test_forked_child_can_read(path: Path) -> None:
     with open_store(str(path)) as store:
         store.pin(store.add(make_record()))
     script = (
@@ -107,7 +101,7 @@ def test_forked_child_can_read(path: Path, make_record: MakeRecord) -> None:
     subprocess.run([sys.executable, "-c", script], check=True, timeout=1200)
 
 
-def test_reader_imports_no_heavy_modules(path: Path, make_record: MakeRecord) -> None:
+def test_reader_imports_no_heavy_modules(path: Path) -> None:
     with open_store(str(path)) as store:
         store.pin(store.add(make_record()))
     script = (

@@ -8,14 +8,13 @@ from flashtune.core.errors import StoreError, TableError
 from flashtune.core.kernel import Specialization
 from flashtune.core.record import Outcome, Provenance, Verdict
 from flashtune.db.codec import Check
-from flashtune.db.light.reader import open_reader
 from flashtune.db.schema import RECORDS
 from flashtune.db.store import Store, open_store
 from flashtune.db.table import TunedTable
-from tests.support.records import MakeProblem, MakeRecord
+from tests.db.records import make_problem, make_record, reader_of
 
 
-def test_added_records_can_be_read(store: Store, make_record: MakeRecord) -> None:
+def test_added_records_can_be_read(store: Store) -> None:
     first, second = make_record(ms=1.0), make_record(ms=2.0, outcome=Outcome.TIMEOUT, measurement=None)
     ids = [store.add(first), store.add(second)]
     entries = store.records()
@@ -25,12 +24,12 @@ def test_added_records_can_be_read(store: Store, make_record: MakeRecord) -> Non
     assert entries[0].created_at.endswith("+00:00")
 
 
-def test_equal_record_is_stored_once(store: Store, make_record: MakeRecord) -> None:
+def test_equal_record_is_stored_once(store: Store) -> None:
     assert store.add(make_record(ms=1.0)) == store.add(make_record(ms=1.0)) != store.add(make_record(ms=2.0))
     assert len(store.records()) == 2
 
 
-def test_records_that_differ_in_compile_time_are_stored_once(store: Store, make_record: MakeRecord) -> None:
+def test_records_that_differ_in_compile_time_are_stored_once(store: Store) -> None:
     record = make_record()
     assert record.resources is not None
     resources = msgspec.structs.replace(record.resources, compile_seconds=9.0)
@@ -41,9 +40,7 @@ def test_records_that_differ_in_compile_time_are_stored_once(store: Store, make_
     assert (counts.records_added, len(store.records())) == (0, 1)
 
 
-def test_records_are_found_by_problem_target_and_family(
-    store: Store, make_record: MakeRecord, make_problem: MakeProblem
-) -> None:
+def test_records_are_found_by_problem_target_and_family(store: Store) -> None:
     long = make_problem(seqlen_q=4096)
     baseline = make_record(family="unfused", config=None, kernel=None)
     records = [make_record(), make_record(problem=long), make_record(target="nvidia-a100"), baseline]
@@ -55,15 +52,13 @@ def test_records_are_found_by_problem_target_and_family(
     assert store.records(problem=long, target="nvidia-a100") == []
 
 
-def test_stores_see_records_of_other_connections(store: Store, make_record: MakeRecord) -> None:
+def test_stores_see_records_of_other_connections(store: Store) -> None:
     with open_store(store.url) as other:
         other.add(make_record())
         assert len(store.records()) == 1
 
 
-def test_pin_replaces_the_earlier_selection(
-    store: Store, make_record: MakeRecord, make_problem: MakeProblem
-) -> None:
+def test_pin_replaces_the_earlier_selection(store: Store) -> None:
     slow, fast = make_record(ms=2.0), make_record(ms=1.0)
     elsewhere = make_record(ms=3.0, target="nvidia-a100")
     for record in (slow, fast, elsewhere):
@@ -81,16 +76,14 @@ def test_pin_replaces_the_earlier_selection(
         ({"kernel": None}, "names no kernel"),
     ],
 )
-def test_ineligible_record_is_not_pinned(
-    store: Store, make_record: MakeRecord, changes: dict[str, object], reason: str
-) -> None:
+def test_ineligible_record_is_not_pinned(store: Store, changes: dict[str, object], reason: str) -> None:
     record_id = store.add(make_record(**changes))
     with pytest.raises(StoreError, match=reason):
         store.pin(record_id)
     assert store.selections() == []
 
 
-def test_predictions_and_baselines_may_be_pinned(store: Store, make_record: MakeRecord) -> None:
+def test_predictions_and_baselines_may_be_pinned(store: Store) -> None:
     store.pin(store.add(make_record(provenance=Provenance.PREDICTED, verdict=None)))
     store.pin(store.add(make_record(family="sdpa", config=None, kernel=None, verdict=None)))
     assert [stored.record.family for stored in store.selections()] == ["sdpa"]
@@ -101,13 +94,13 @@ def test_pin_of_a_missing_record_is_an_error(store: Store) -> None:
         store.pin(7)
 
 
-def test_a_record_out_of_bounds_is_not_stored(store: Store, make_record: MakeRecord) -> None:
+def test_a_record_out_of_bounds_is_not_stored(store: Store) -> None:
     with pytest.raises(TableError):
         store.add(make_record(message="x" * 1000))
     assert store.records() == []
 
 
-def test_columns_match_the_record(store: Store, make_record: MakeRecord) -> None:
+def test_columns_match_the_record(store: Store) -> None:
     record = make_record(ms=0.25, specialization=Specialization(lse=True))
     store.add(record)
     with store._engine.connect() as connection:
@@ -119,19 +112,18 @@ def test_columns_match_the_record(store: Store, make_record: MakeRecord) -> None
     assert (row.triton, row.template) == (record.versions.triton, record.versions.template)
 
 
-def test_last_check_is_used(store: Store, make_record: MakeRecord) -> None:
+def test_last_check_is_used(store: Store) -> None:
     versions = make_record().versions
     for passed in (True, False):
         verdict = Verdict(passed=passed, worst_ratio=1.0, checks=3, failed="", device="NVIDIA H200")
         store.remember_check(Check(digest="a" * 32, target="nvidia-h200", versions=versions, verdict=verdict))
-    reader = open_reader(store.url)
-    assert reader is not None
+    reader = reader_of(store.url)
     assert reader.check("a" * 32, "nvidia-h200", versions) is False
     assert reader.check("b" * 32, "nvidia-h200", versions) is None
 
 
 @pytest.mark.slow
-def test_store_is_thread_safe(store: Store, make_record: MakeRecord) -> None:
+def test_store_is_thread_safe(store: Store) -> None:
     def write(thread: int) -> None:
         for number in range(25):
             store.pin(store.add(make_record(ms=1 + thread + number / 100)))
@@ -145,7 +137,7 @@ def test_store_is_thread_safe(store: Store, make_record: MakeRecord) -> None:
     assert len(store.selections()) == 1
 
 
-def test_a_closed_store_leaves_one_file(tmp_path: Path, make_record: MakeRecord) -> None:
+def test_a_closed_store_leaves_one_file(tmp_path: Path) -> None:
     with open_store(str(tmp_path / "closed.sqlite")) as store:
         store.add(make_record())
     assert sorted(file.name for file in tmp_path.iterdir()) == ["closed.sqlite", "closed.sqlite.lock"]

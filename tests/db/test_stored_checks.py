@@ -15,9 +15,9 @@ from flashtune.core.record import Verdict, Versions
 from flashtune.db.codec import Check
 from flashtune.db.light import self_checks
 from flashtune.db.light.bootstrap import check_tables
-from flashtune.db.light.reader import open_reader
 from flashtune.db.light.self_checks import remember_check
 from flashtune.db.store import open_store
+from tests.db.records import reader_of
 
 TARGET = "nvidia-h200"
 VERSIONS = Versions("0.1.0", "t" * 32, "2.13.0", "3.7.1", "13.0", "580.1")
@@ -32,8 +32,7 @@ def make_check(digest: str = "a" * 32, *, passed: bool = True, seconds: float | 
 def test_store_opens_a_database_created_by_a_check(path: Path) -> None:
     check = make_check()
     remember_check(check, str(path))
-    reader = open_reader(str(path))
-    assert reader is not None
+    reader = reader_of(path)
     assert reader.check(check.digest, TARGET, VERSIONS) is True
     assert reader.remembered(check.digest, TARGET, VERSIONS) == check
     assert reader.remembered("b" * 32, TARGET, VERSIONS) is None
@@ -60,8 +59,7 @@ def test_concurrent_creation_loses_no_checks(path: Path) -> None:
     for thread in threads:
         thread.join()
     assert not failures
-    reader = open_reader(str(path))
-    assert reader is not None
+    reader = reader_of(path)
     assert all(reader.check(digest, TARGET, VERSIONS) for digest in digests)
 
 
@@ -88,8 +86,7 @@ def test_tables_cannot_change_between_their_check_and_the_write(
 def test_a_check_counts_under_versions_that_run_the_kernel_alike(path: Path) -> None:
     stored = msgspec.structs.replace(VERSIONS, driver="580.159.04", torch="2.11", flashtune="0.1")
     remember_check(msgspec.structs.replace(make_check(), versions=stored), str(path))
-    reader = open_reader(str(path))
-    assert reader is not None
+    reader = reader_of(path)
     for change, expected in (
         ({"driver": "580.200", "torch": "2.13", "flashtune": "0.2"}, True),
         ({"driver": "590.10"}, None),

@@ -13,14 +13,14 @@ from flashtune.db.forgetting import Forgettable
 from flashtune.db.light.self_checks import remember_check
 from flashtune.db.limits import Deadline, restrict
 from flashtune.db.store import open_store
-from tests.db.files.hostile import CHECK, TARGET, execute, merge_into, reader_of
-from tests.support.records import MakeProblem, MakeRecord
+from tests.db.files.hostile import CHECK, TARGET, execute, merge_into
+from tests.db.records import make_problem, make_record, reader_of
 
 NOT_UTF8 = "CAST(x'ff' AS TEXT)"
 
 
 @pytest.fixture
-def damaged(filled: Path, make_record: MakeRecord, make_problem: MakeProblem) -> Path:
+def damaged(filled: Path) -> Path:
     """A database with the selections 1, to be damaged, and 2, and a self-check."""
     with open_store(str(filled)) as store:
         store.pin(store.add(make_record(problem=make_problem(seqlen_kv=1024))))
@@ -42,9 +42,7 @@ def damaged(filled: Path, make_record: MakeRecord, make_problem: MakeProblem) ->
         ("""'{"family": "of_a_later_flashtune"}'""", "invalid "),
     ],
 )
-def test_damaged_payload_skips_its_row(
-    damaged: Path, make_record: MakeRecord, make_problem: MakeProblem, payload: str, reason: str
-) -> None:
+def test_damaged_payload_skips_its_row(damaged: Path, payload: str, reason: str) -> None:
     lost, whole = make_record(), make_record(problem=make_problem(seqlen_kv=1024))
     execute(
         damaged,
@@ -73,9 +71,7 @@ def test_damaged_payload_skips_its_row(
 
 
 @pytest.mark.parametrize("key", ["problem_key", "target"])
-def test_damaged_key_skips_its_row(
-    damaged: Path, make_record: MakeRecord, make_problem: MakeProblem, key: str
-) -> None:
+def test_damaged_key_skips_its_row(damaged: Path, key: str) -> None:
     whole = make_record(problem=make_problem(seqlen_kv=1024))
     reasons = "1 rows of .* were skipped: .*stored under another problem or target"
     for table in ("selections", "fallbacks"):
@@ -137,7 +133,7 @@ def test_value_that_is_too_large_is_an_error_and_not_loaded(filled: Path, value:
 
 
 def test_value_that_is_too_large_is_skipped_without_a_limit_of_the_database(
-    damaged: Path, make_record: MakeRecord, make_problem: MakeProblem, monkeypatch: pytest.MonkeyPatch
+    damaged: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def without_limit(connection: sqlite3.Connection, seconds: float) -> Deadline:
         # As a server, which has none.

@@ -13,8 +13,8 @@ from flashtune.core.errors import StoreError
 from flashtune.db.light.self_checks import remember_check
 from flashtune.db.limits import Deadline, restrict, statement_seconds
 from flashtune.db.store import open_store
-from tests.db.files.hostile import CHECK, TARGET, execute, merge_into, reader_of, refused, repeat_rows
-from tests.support.records import MakeRecord
+from tests.db.files.hostile import CHECK, TARGET, execute, merge_into, refused, repeat_rows
+from tests.db.records import make_record, reader_of
 
 # Rows without end.
 ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT count(*) FROM n"
@@ -42,9 +42,7 @@ def test_endless_rows_are_stopped_by_the_statement_limit(
 
 
 @pytest.mark.slow
-def test_merge_may_exceed_the_statement_limit(
-    filled: Path, make_record: MakeRecord, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_merge_may_exceed_the_statement_limit(filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = 0.2
     monkeypatch.setattr("flashtune.db.limits.STATEMENT_SECONDS", seconds)
     with open_store(str(filled)) as store:
