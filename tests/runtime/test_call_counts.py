@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 import flashtune
 from flashtune.core.errors import UsageError
 from flashtune.core.kernel import Specialization
-from flashtune.core.problem import Problem
 from flashtune.recording.recorder import CallCount, add_counts, read_counts
+from tests.support.machine import PROBLEM
 
 
-def test_file_permissions_are_preserved(problem: Problem, file: Path) -> None:
-    count = CallCount(problem, Specialization(), 1)
+def test_file_permissions_are_preserved(file: Path) -> None:
+    count = CallCount(PROBLEM, Specialization(), 1)
     other = file.with_name("usual")
     other.touch()
     add_counts(file, [count])
@@ -41,7 +41,7 @@ def test_file_of_another_format_is_not_changed(file: Path) -> None:
         pass
 
 
-def test_concurrent_processes_write_one_file(problem: Problem, file: Path) -> None:
+def test_concurrent_processes_write_one_file(file: Path) -> None:
     program = textwrap.dedent(
         """
         import sys
@@ -53,7 +53,7 @@ def test_concurrent_processes_write_one_file(problem: Problem, file: Path) -> No
             add_counts(Path(sys.argv[1]), [count])
         """
     )
-    line = msgspec.json.encode(CallCount(problem, Specialization(), 3)).decode()
+    line = msgspec.json.encode(CallCount(PROBLEM, Specialization(), 3)).decode()
     argv = [sys.executable, "-c", program, str(file), line]
     running = [subprocess.Popen(argv) for _ in range(3)]
     assert [process.wait(600) for process in running] == [0, 0, 0]
@@ -98,16 +98,14 @@ def test_malformed_files_raise_one_sentence(content: bytes, tmp_path_factory: py
         ({"problem": {}}, "dtype"),
     ],
 )
-def test_values_out_of_bounds_are_reported(
-    change: dict[str, object], part: str, problem: Problem, file: Path
-) -> None:
-    row = msgspec.to_builtins(CallCount(problem, Specialization(), 1))
+def test_values_out_of_bounds_are_reported(change: dict[str, object], part: str, file: Path) -> None:
+    row = msgspec.to_builtins(CallCount(PROBLEM, Specialization(), 1))
     file.write_bytes(msgspec.json.encode({**row, **change}))
     with pytest.raises(UsageError, match=part):
         read_counts(file)
 
 
-def test_deep_and_large_files_are_refused(file: Path, problem: Problem) -> None:
+def test_deep_and_large_files_are_refused(file: Path) -> None:
     file.write_bytes(b"[" * 100_000)
     with pytest.raises(UsageError, match="line 1"):
         read_counts(file)
@@ -117,4 +115,4 @@ def test_deep_and_large_files_are_refused(file: Path, problem: Problem) -> None:
     with pytest.raises(UsageError, match="cannot read"):
         read_counts(file.parent / "none")
     with pytest.raises(UsageError, match="no such folder"):
-        add_counts(file.parent / "none" / "x", [CallCount(problem, Specialization(), 1)])
+        add_counts(file.parent / "none" / "x", [CallCount(PROBLEM, Specialization(), 1)])

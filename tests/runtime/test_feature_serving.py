@@ -26,8 +26,8 @@ from flashtune.request.read_call import read_call
 from flashtune.runtime import prepare
 from flashtune.templates.registry import find_family
 from tests.problems.features import agrees, paged, starts
-from tests.runtime.conftest import MakeRecord
 from tests.support.machine import TARGET, Machine
+from tests.support.records import make_record
 
 HEADS = 4
 
@@ -156,7 +156,7 @@ def test_unsupported_problem_error_names_the_feature_to_omit(
         flashtune.explain_paged(token, *paged((20, 9)), window=(3, 0))
 
 
-def test_records_with_other_features_are_not_neighbours(make_record: MakeRecord) -> None:
+def test_records_with_other_features_are_not_neighbours() -> None:
     q = torch.zeros(2, 8, 512, 64, dtype=torch.bfloat16)
     k = q[:, :2]
     plain, windowed, wider, sunk = (

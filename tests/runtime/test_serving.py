@@ -13,8 +13,6 @@ import torch
 import flashtune
 from flashtune.core.errors import ProblemError
 from flashtune.core.kernel import Alignment, Kernel, Specialization
-from flashtune.core.problem import Problem
-from flashtune.core.record import Record
 from flashtune.dispatch.bound_request import BoundRequest
 from flashtune.launch import workspaces
 from flashtune.launch.compiler_process import CompilerProcess
@@ -23,14 +21,13 @@ from flashtune.request.call import dense_call
 from flashtune.runtime import executors
 from flashtune.runtime.call_cache import run_call, write_call
 from flashtune.runtime.session import SESSION
-from tests.support.machine import TARGET, Machine, expected, inputs, tuned
+from tests.support.machine import PROBLEM, TARGET, Machine, expected, inputs, tuned
+from tests.support.records import make_record
 
-Make = Callable[..., Record]
 
-
-def test_bshd_layout_is_passed_as_strides(machine: Machine, problem: Problem, make_record: Make) -> None:
-    tuned(machine, make_record(problem))
-    q, k, v = inputs(problem)
+def test_bshd_layout_is_passed_as_strides(machine: Machine) -> None:
+    tuned(machine, make_record(PROBLEM))
+    q, k, v = inputs(PROBLEM)
     moved = [tensor.transpose(1, 2).contiguous() for tensor in (q, k, v)]
     out, lse = flashtune.attention(*moved, causal=True, layout="bshd", return_lse=True)
     assert out.is_contiguous()
@@ -38,9 +35,9 @@ def test_bshd_layout_is_passed_as_strides(machine: Machine, problem: Problem, ma
     assert lse.shape == q.shape[:3]
 
 
-def test_a_negative_scale_negates_the_queries(machine: Machine, problem: Problem, make_record: Make) -> None:
-    tuned(machine, make_record(problem))
-    q, k, v = inputs(problem)
+def test_a_negative_scale_negates_the_queries(machine: Machine) -> None:
+    tuned(machine, make_record(PROBLEM))
+    q, k, v = inputs(PROBLEM)
     for scale in (-0.3, 0.3):
         out = flashtune.attention(q, k, v, causal=True, scale=scale)
         torch.testing.assert_close(out, expected(q, k, v, scale=scale))
@@ -50,10 +47,10 @@ def test_a_negative_scale_negates_the_queries(machine: Machine, problem: Problem
 
 @pytest.mark.parametrize("kind", ["same", "strided", "unaligned", "wider"])
 def test_outputs_are_written_to_a_tensor_of_the_caller(
-    machine: Machine, problem: Problem, make_record: Make, monkeypatch: pytest.MonkeyPatch, kind: str
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    tuned(machine, make_record(problem))
-    q, k, v = inputs(problem)
+    tuned(machine, make_record(PROBLEM))
+    q, k, v = inputs(PROBLEM)
     memory = torch.zeros(2 * q.numel(), dtype=q.dtype)
     out = {
         "same": memory[: q.numel()].view(q.shape),
@@ -79,31 +76,27 @@ def test_outputs_are_written_to_a_tensor_of_the_caller(
     assert len(allocated) == (0 if kind == "same" else 2)
 
 
-def test_outputs_of_baselines_are_copied(machine: Machine, problem: Problem) -> None:
-    q, k, v = (tensor.double() for tensor in inputs(problem))
+def test_outputs_of_baselines_are_copied(machine: Machine) -> None:
+    q, k, v = (tensor.double() for tensor in inputs(PROBLEM))
     out = torch.zeros_like(q)
     write_call(out, dense_call(q, k, v, causal=True))
     torch.testing.assert_close(out, flashtune.attention(q, k, v, causal=True))
     assert not machine.launches
 
 
-def test_plan_with_negative_scale_keeps_strides_of_views(
-    machine: Machine, problem: Problem, make_record: Make
-) -> None:
-    tuned(machine, make_record(problem))
-    q, k, v = inputs(problem)
+def test_plan_with_negative_scale_keeps_strides_of_views(machine: Machine) -> None:
+    tuned(machine, make_record(PROBLEM))
+    q, k, v = inputs(PROBLEM)
     # Negated, a view with gaps lies without: its strides are others than the call's.
     gaps = torch.stack([q, -q], 3)[:, :, :, 0]
     planned = flashtune.plan(gaps, k, v, causal=True, scale=-0.3)
     torch.testing.assert_close(planned(gaps, k, v), expected(q, k, v, scale=-0.3))
 
 
-def test_executors_are_cached_by_alignment(
-    machine: Machine, problem: Problem, make_record: Make, copy_ms: Callable[[float], None]
-) -> None:
+def test_executors_are_cached_by_alignment(machine: Machine, copy_ms: Callable[[float], None]) -> None:
     copy_ms(math.inf)
-    tuned(machine, make_record(problem))
-    q, k, v = inputs(problem)
+    tuned(machine, make_record(PROBLEM))
+    q, k, v = inputs(PROBLEM)
     shifted = torch.empty(q.numel() + 1, dtype=q.dtype)[1:].view(q.shape).copy_(q)
     strided = torch.empty(*q.shape[:3], q.shape[3] + 3, dtype=q.dtype)[..., : q.shape[3]].copy_(q)
     for view in (q, shifted, strided):
@@ -120,11 +113,9 @@ def test_large_strides_need_64_bit_indices() -> None:
     assert bound.forward_properties == Specialization(Alignment.SIXTEEN, 64, False)
 
 
-def test_fastest_backend_serves_unless_generated_is_preferred(
-    machine: Machine, problem: Problem, make_record: Make
-) -> None:
-    tuned(machine, make_record(problem, ms=1.0, peers={"sdpa-cudnn": 0.5}))
-    q, k, v = inputs(problem)
+def test_fastest_backend_serves_unless_generated_is_preferred(machine: Machine) -> None:
+    tuned(machine, make_record(PROBLEM, ms=1.0, peers={"sdpa-cudnn": 0.5}))
+    q, k, v = inputs(PROBLEM)
     flashtune.attention(q, k, v, causal=True)
     assert machine.launches == 0
     flashtune.attention(q, k, v, causal=True, prefer="generated")
@@ -133,29 +124,25 @@ def test_fastest_backend_serves_unless_generated_is_preferred(
     assert flashtune.explain(q, k, v, causal=True).backend == "sdpa"
 
 
-def test_baseline_does_not_serve_calls_that_return_lse(
-    machine: Machine, problem: Problem, make_record: Make
-) -> None:
-    tuned(machine, make_record(problem, family="sdpa", config=None, kernel=None, measurement=None))
-    q, k, v = inputs(problem)
+def test_baseline_does_not_serve_calls_that_return_lse(machine: Machine) -> None:
+    tuned(machine, make_record(PROBLEM, family="sdpa", config=None, kernel=None, measurement=None))
+    q, k, v = inputs(PROBLEM)
     assert flashtune.explain(q, k, v, causal=True).backend == "sdpa"
     assert flashtune.explain(q, k, v, causal=True, return_lse=True).backend == "generated"
 
 
-def test_unfused_attention_may_serve_short_sequences(
-    machine: Machine, problem: Problem, make_record: Make
-) -> None:
+def test_unfused_attention_may_serve_short_sequences(machine: Machine) -> None:
     machine.usual = None
-    tuned(machine, make_record(problem, ms=1.0, peers={"unfused": 0.5}))
-    q, k, v = inputs(problem)
+    tuned(machine, make_record(PROBLEM, ms=1.0, peers={"unfused": 0.5}))
+    q, k, v = inputs(PROBLEM)
     assert flashtune.explain(q, k, v, causal=True).backend == "unfused"
     torch.testing.assert_close(flashtune.attention(q, k, v, causal=True), expected(q, k, v))
     assert machine.launches == 0
 
 
 @pytest.mark.filterwarnings("ignore::flashtune.core.notices.FlashtuneWarning")
-def test_gradients_go_through_generated_kernels(machine: Machine, problem: Problem) -> None:
-    q, k, v = (tensor.requires_grad_() for tensor in inputs(problem, torch.float32))
+def test_gradients_go_through_generated_kernels(machine: Machine) -> None:
+    q, k, v = (tensor.requires_grad_() for tensor in inputs(PROBLEM, torch.float32))
     out = flashtune.attention(q, k, v, causal=True)
     grads = torch.autograd.grad(out.square().sum(), (q, k, v))
     reference = torch.autograd.grad(expected(q, k, v).square().sum(), (q, k, v))
@@ -168,8 +155,8 @@ def test_gradients_go_through_generated_kernels(machine: Machine, problem: Probl
 
 
 @pytest.mark.parametrize("axis", ["batch", "seqlen_q", "seqlen_kv"])
-def test_empty_problems_never_launch(machine: Machine, problem: Problem, axis: str) -> None:
-    q, k, v = inputs(msgspec.structs.replace(problem, **{axis: 0}))
+def test_empty_problems_never_launch(machine: Machine, axis: str) -> None:
+    q, k, v = inputs(msgspec.structs.replace(PROBLEM, **{axis: 0}))
     out, lse = flashtune.attention(q, k, v, return_lse=True, prefer="generated")
     assert out.shape == (*q.shape[:3], v.shape[3])
     assert not out.any()
@@ -178,11 +165,9 @@ def test_empty_problems_never_launch(machine: Machine, problem: Problem, axis: s
     assert machine.launches == 0
 
 
-def test_plan_refuses_tensors_that_differ_from_the_planned(
-    machine: Machine, problem: Problem, make_record: Make
-) -> None:
-    tuned(machine, make_record(problem))
-    q, k, v = inputs(problem)
+def test_plan_refuses_tensors_that_differ_from_the_planned(machine: Machine) -> None:
+    tuned(machine, make_record(PROBLEM))
+    q, k, v = inputs(PROBLEM)
     planned = flashtune.plan(q, k, v, causal=True)
     torch.testing.assert_close(planned(q + 1, k, v), expected(q + 1, k, v))
     for other in (q.float(), q[:, :, 1:], q.transpose(1, 2).contiguous().transpose(1, 2)):
@@ -191,11 +176,9 @@ def test_plan_refuses_tensors_that_differ_from_the_planned(
 
 
 @pytest.mark.slow
-def test_concurrent_threads_prepare_an_executor_once(
-    machine: Machine, problem: Problem, make_record: Make
-) -> None:
-    tuned(machine, make_record(problem))
-    q, k, v = inputs(problem)
+def test_concurrent_threads_prepare_an_executor_once(machine: Machine) -> None:
+    tuned(machine, make_record(PROBLEM))
+    q, k, v = inputs(PROBLEM)
     results: list[Any] = []
     threads = [
         threading.Thread(target=lambda: results.append(flashtune.attention(q, k, v, causal=True)))
@@ -210,32 +193,28 @@ def test_concurrent_threads_prepare_an_executor_once(
     assert all(torch.equal(result, results[0]) for result in results)
 
 
-def test_explain_takes_kernels_that_another_process_rendered(
-    machine: Machine, problem: Problem, make_record: Make
-) -> None:
+def test_explain_takes_kernels_that_another_process_rendered(machine: Machine) -> None:
     class Rendering(CompilerProcess):
         def prepared(self, *_: object) -> Kernel:
             return msgspec.structs.replace(kernel_of(record, specialization), source="other = 1")
 
-    record = make_record(problem, ms=1.0, peers={"sdpa-cudnn": 1.2})
+    record = make_record(PROBLEM, ms=1.0, peers={"sdpa-cudnn": 1.2})
     tuned(machine, record)
     specialization = record.specialization
     assert specialization is not None
     machine.compile_apart(Rendering(), record, specialization, TARGET)
-    q, k, v = inputs(problem)
+    q, k, v = inputs(PROBLEM)
     assert flashtune.explain(q, k, v, causal=True).kernel not in ("", record.kernel)
 
 
-def test_explain_names_the_backend_without_a_launch(
-    machine: Machine, problem: Problem, make_record: Make
-) -> None:
-    record = make_record(problem, ms=1.0, peers={"sdpa-cudnn": 1.2})
+def test_explain_names_the_backend_without_a_launch(machine: Machine) -> None:
+    record = make_record(PROBLEM, ms=1.0, peers={"sdpa-cudnn": 1.2})
     tuned(machine, record)
-    q, k, v = inputs(problem)
+    q, k, v = inputs(PROBLEM)
     told = flashtune.explain(q, k, v, causal=True)
     assert (told.backend, told.standing, told.kernel) == ("generated", "timed", record.kernel)
     text = str(told)
-    assert problem.key in text
+    assert PROBLEM.key in text
     assert "sdpa-cudnn 1.2 ms" in text
     assert "flashtune search" not in text
     with_lse = flashtune.explain(q, k, v, causal=True, return_lse=True)

@@ -10,9 +10,9 @@ from torch import Tensor
 import flashtune
 from flashtune.core.kernel import Alignment
 from flashtune.core.problem import Problem
-from flashtune.core.record import Record
 from tests.runtime.training.training_calls import backward_record, close, quiet
-from tests.support.machine import Machine, expected, tuned
+from tests.support.machine import PROBLEM, Machine, expected, tuned
+from tests.support.records import make_record
 
 
 def slices(problem: Problem, gate: int, start: int) -> list[Tensor]:
@@ -30,19 +30,13 @@ def slices(problem: Problem, gate: int, start: int) -> list[Tensor]:
 @pytest.mark.parametrize(("gate", "start"), [(4, 0), (0, 1), (8, 0)])
 @pytest.mark.parametrize("long", [True, False])
 def test_unaligned_tensors_of_long_calls_are_copied(
-    machine: Machine,
-    problem: Problem,
-    make_record: Callable[..., Record],
-    copy_ms: Callable[[float], None],
-    gate: int,
-    start: int,
-    long: bool,
+    machine: Machine, copy_ms: Callable[[float], None], gate: int, start: int, long: bool
 ) -> None:
-    tuned(machine, make_record(problem), backward_record(make_record, problem, 1.0, {}))
+    tuned(machine, make_record(PROBLEM), backward_record(PROBLEM, 1.0, {}))
     copy_ms(0.0 if long else 1.0)
-    problem = msgspec.structs.replace(problem, seqlen_q=150, seqlen_kv=150)
+    short = msgspec.structs.replace(PROBLEM, seqlen_q=150, seqlen_kv=150)
     unaligned = (gate, start) != (8, 0)
-    q, k, v = (tensor.requires_grad_() for tensor in slices(problem, gate, start))
+    q, k, v = (tensor.requires_grad_() for tensor in slices(short, gate, start))
     told = flashtune.explain(q, k, v, causal=True)
     assert told.backward is not None
     for reason in (told.reason, told.backward.reason):

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashtune import testing
 from flashtune.core.errors import KernelError
 from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.kernel import Kernel
@@ -25,6 +26,7 @@ from flashtune.runtime.self_check import SelfChecks
 from tests.support.unfused import unfused
 
 TARGET = find_target("h200")
+PROBLEM = testing.problem("heads=8,kv_heads=2,seqlen=512,head_dim=64,dtype=bf16,causal,batch=2")
 
 
 class Machine(Platform, KernelLoader):

@@ -3,7 +3,6 @@
 import itertools
 import random
 import time
-from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -25,7 +24,6 @@ from flashtune.templates.registry import find_family
 from tests.support.machine import Machine, inputs
 from tests.support.untuned import TARGET, anyone, shape
 
-Make = Callable[..., Record]
 PAPER_TOKENS = 16384
 
 
@@ -248,9 +246,7 @@ def test_neighbour_of_a_winner_has_a_smaller_margin(records: tuple[Record, ...])
     assert why.ms < why.nearest_ms
 
 
-def test_reason_contains_the_estimated_time(
-    machine: Machine, records: tuple[Record, ...], make_record: Make
-) -> None:
+def test_reason_contains_the_estimated_time(machine: Machine, records: tuple[Record, ...]) -> None:
     machine.tables = Tables({}, _tables(records).shipped)
     problem = shape(heads=8, kv_heads=1, batch=2, seqlen_q=4347, seqlen_kv=4347)
     q, k, v = inputs(problem)

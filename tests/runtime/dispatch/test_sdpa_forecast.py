@@ -3,7 +3,6 @@
 import math
 import statistics
 import warnings
-from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -29,10 +28,10 @@ from flashtune.runtime.passes import Pass, prepared
 from flashtune.templates.forward_hopper.space import HopperConfig
 from flashtune.templates.registry import find_family
 from tests.runtime.training.training_calls import backward_record
-from tests.support.machine import Machine, inputs, tuned
+from tests.support.machine import PROBLEM, Machine, inputs, tuned
+from tests.support.records import make_record
 from tests.support.untuned import TARGET, shape
 
-Make = Callable[..., Record]
 CUDNN = "sdpa-cudnn"
 
 
@@ -155,15 +154,15 @@ def test_transferred_configs_are_in_the_space_of_their_head_dim(
     assert selection.record.problem.head_dim == head_dim
 
 
-def test_records_of_the_other_16_bit_type_are_used(problem: Problem, make_record: Make) -> None:
+def test_records_of_the_other_16_bit_type_are_used() -> None:
     family = find_family("forward_hopper")
-    config = family.default(problem, TARGET)
-    record = make_record(problem, family=family.name, config=config, peers={CUDNN: 0.5})
-    other = msgspec.structs.replace(problem, dtype=Dtype.FP16)
+    config = family.default(PROBLEM, TARGET)
+    record = make_record(PROBLEM, family=family.name, config=config, peers={CUDNN: 0.5})
+    other = msgspec.structs.replace(PROBLEM, dtype=Dtype.FP16)
     selection = selected(other, (record,))
     assert (selection.source, selection.record.problem.dtype) == ("estimated", Dtype.FP16)
     assert faster_peer((selection,), other, CUDNN) == CUDNN
-    wide = msgspec.structs.replace(problem, dtype=Dtype.FP32)
+    wide = msgspec.structs.replace(PROBLEM, dtype=Dtype.FP32)
     assert selected(wide, (record,)).source == "default"
 
 
@@ -218,11 +217,9 @@ def test_the_order_of_records_does_not_matter(records: tuple[Record, ...]) -> No
 
 @pytest.mark.parametrize(("peer", "backend"), [(0.5, "sdpa"), (0.97, "generated"), (1.5, "generated")])
 @pytest.mark.filterwarnings("ignore::flashtune.core.notices.FlashtuneWarning")
-def test_untuned_shapes_are_served_by_estimated_times(
-    machine: Machine, problem: Problem, make_record: Make, peer: float, backend: str
-) -> None:
-    tuned(machine, make_record(problem, peers={CUDNN: peer}))
-    q, k, v = inputs(msgspec.structs.replace(problem, seqlen_q=700, seqlen_kv=700))
+def test_untuned_shapes_are_served_by_estimated_times(machine: Machine, peer: float, backend: str) -> None:
+    tuned(machine, make_record(PROBLEM, peers={CUDNN: peer}))
+    q, k, v = inputs(msgspec.structs.replace(PROBLEM, seqlen_q=700, seqlen_kv=700))
     told = flashtune.explain(q, k, v, causal=True)
     assert told.backend == backend
     assert told.selection is not None
@@ -237,11 +234,11 @@ def test_untuned_shapes_are_served_by_estimated_times(
 @pytest.mark.parametrize(("peer", "backend"), [(0.4, "sdpa"), (1.5, "generated")])
 @pytest.mark.filterwarnings("ignore::flashtune.core.notices.FlashtuneWarning")
 def test_both_passes_of_untuned_shapes_are_served_by_estimated_times(
-    machine: Machine, problem: Problem, make_record: Make, peer: float, backend: str
+    machine: Machine, peer: float, backend: str
 ) -> None:
     peers = {CUDNN: peer}
-    tuned(machine, make_record(problem, peers=peers), backward_record(make_record, problem, 1.0, peers))
-    q, k, v = inputs(msgspec.structs.replace(problem, seqlen_q=700, seqlen_kv=700))
+    tuned(machine, make_record(PROBLEM, peers=peers), backward_record(PROBLEM, 1.0, peers))
+    q, k, v = inputs(msgspec.structs.replace(PROBLEM, seqlen_q=700, seqlen_kv=700))
     told = flashtune.explain(q.requires_grad_(), k, v, causal=True)
     assert told.backward is not None
     assert (told.backend, told.backward.backend) == (backend, backend)

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -11,7 +11,6 @@ import pytest
 
 from flashtune.core.errors import KernelError
 from flashtune.core.kernel import Kernel, Specialization
-from flashtune.core.problem import Problem
 from flashtune.core.record import Record
 from flashtune.core.target import Target, find_target
 from flashtune.launch import compiler_process
@@ -19,14 +18,16 @@ from flashtune.launch.compilation import is_compiled
 from flashtune.launch.compiler_process import CompilerProcess
 from flashtune.launch.kernel_cache import kernel_of
 from flashtune.runtime.kernel_loader import KernelLoader
+from tests.support.machine import PROBLEM
+from tests.support.records import make_record
 
 TARGET = find_target("h200")
 NEEDED = Specialization(lse=True)
 
 
 @pytest.fixture
-def record(problem: Problem, make_record: Callable[..., Record]) -> Record:
-    return make_record(problem)
+def record() -> Record:
+    return make_record(PROBLEM)
 
 
 @pytest.fixture
