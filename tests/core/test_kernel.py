@@ -76,24 +76,9 @@ def test_the_digest_covers_source_specialisation_and_options() -> None:
     assert len(digests) == 1 + len(others)
 
 
-def test_kernel_without_prologue_omits_the_field_from_its_hash() -> None:
-    assert b"prologue" not in msgspec.json.encode(KERNEL)
-    assert KERNEL.parts == (KERNEL,)
-
-
 def test_steps_are_in_launch_order() -> None:
     first, last = (Step(entry, PROLOGUE.arguments, PROLOGUE.options) for entry in ("first", "last"))
     prologue = msgspec.structs.replace(PROLOGUE, before=first)
     kernel = msgspec.structs.replace(KERNEL, prologue=prologue, epilogue=last)
     assert [step.entry for step in kernel.steps] == ["first", "transpose_values", "last"]
     assert [part.entry for part in kernel.parts] == ["entry", "first", "transpose_values", "last"]
-
-
-def test_prologue_is_a_kernel_of_the_same_source() -> None:
-    _, first = msgspec.structs.replace(KERNEL, prologue=PROLOGUE).parts
-    assert (first.entry, first.arguments, first.options) == (
-        PROLOGUE.entry,
-        PROLOGUE.arguments,
-        PROLOGUE.options,
-    )
-    assert (first.source, first.family, first.prologue) == (KERNEL.source, KERNEL.family, None)

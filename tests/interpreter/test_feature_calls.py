@@ -91,7 +91,7 @@ def test_decoding_of_one_token_with_both_page_layouts() -> None:
         check_paged(torch.randn(len(KEYS), 2, HEADS, WIDTH), *paged(layout=layout), layout=layout)
 
 
-@pytest.mark.parametrize("page_size", [1, 8, 16, 64])
+@pytest.mark.parametrize("page_size", [1, 16])
 def test_chunked_prefill(page_size: int) -> None:
     cache = paged(page_size=page_size, widths=(WIDTH, 16))
     q = torch.randn(sum(QUERIES), HEADS, WIDTH)

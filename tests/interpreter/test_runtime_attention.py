@@ -37,7 +37,7 @@ def test_unaligned_and_non_contiguous_views() -> None:
     check_dense(q, k, v, causal=True, layout="bshd")
 
 
-@hypothesis.settings(max_examples=25)
+@hypothesis.settings(max_examples=12)
 @hypothesis.given(
     batch=st.integers(0, 2),
     kv_heads=st.integers(1, 2),

@@ -16,13 +16,12 @@ import torch
 import flashtune
 from flashtune.core.notices import FlashtuneWarning
 from flashtune.core.problem import Causal, Problem
-from flashtune.dispatch.bound_request import BoundRequest
 from flashtune.dispatch.tables import Tables
 from flashtune.recording.recorder import read_counts
 from flashtune.request.call import Call, dense_call, varlen_call
 from flashtune.runtime import background, buckets
 from flashtune.runtime.background import Worker
-from flashtune.runtime.buckets import REFUSED, bound_passes
+from flashtune.runtime.buckets import REFUSED
 from flashtune.runtime.gradients import BackwardInputs
 from flashtune.runtime.session import SESSION, Session, record_calls
 from tests.runtime.training.training_calls import backward_record
@@ -118,15 +117,6 @@ def test_new_lengths_of_a_bucket_are_served_at_once(machine: Machine) -> None:
         torch.testing.assert_close(out, expected(call.q, call.k, call.v), atol=0, rtol=0)
     assert machine.steps.count("compile") == prepared
     assert ready(called(with_lengths(PROBLEM, 200, 200)), USUAL) is None
-
-
-def test_kernels_are_bound_to_new_lengths_without_new_properties(machine: Machine) -> None:
-    served(called(PROBLEM), None)
-    (entry,), (bucket,) = SESSION.entries.values(), SESSION.buckets.values()
-    bound = BoundRequest.of(called(with_lengths(PROBLEM, 300, 300)), platform=machine)
-    assert bucket.choices is not None
-    assert bound_passes(bound, entry.properties, bucket.choices, machine) is not None
-    assert "forward_properties" not in vars(bound)
 
 
 def test_explanations_name_the_caller(machine: Machine) -> None:

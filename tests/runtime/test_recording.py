@@ -16,6 +16,7 @@ from flashtune.core.machine import RECORD_VARIABLE
 from flashtune.core.notices import FlashtuneWarning
 from flashtune.core.problem import Direction, Problem
 from flashtune.recording import recorder
+from flashtune.recording.callers import called_by, present_caller
 from flashtune.recording.recorder import MAX_CALLS, CallCount, counted, merged, read_counts
 from flashtune.runtime.session import SESSION
 from tests.support.machine import PROBLEM, Machine, inputs, tuned
@@ -176,6 +177,24 @@ def test_merge_keeps_the_problems_with_most_calls() -> None:
     assert [count.calls for count in merged([*counts, *counts], most=2)] == [6, 4]
     most = CallCount(PROBLEM, Specialization(), MAX_CALLS)
     assert merged([most, most]) == (most,)
+
+
+def test_functions_call_for_their_integration() -> None:
+    seen: list[str] = []
+
+    @called_by("inner")
+    def inner() -> None:
+        seen.append(present_caller())
+        raise ValueError
+
+    @called_by("outer")
+    def outer() -> None:
+        with pytest.raises(ValueError):  # noqa: PT011 - the error is this test's
+            inner()
+        seen.append(present_caller())
+
+    outer()
+    assert [*seen, present_caller()] == ["inner", "outer", ""]
 
 
 PROGRAM = """

@@ -70,7 +70,7 @@ PAIRS = [
 ]
 
 
-@pytest.mark.sampled(every=6)
+@pytest.mark.sampled(every=12)
 @pytest.mark.parametrize(
     ("family", "pair"), [pytest.param(*row, id="-".join((row[0].name, *row[1]))) for row in PAIRS]
 )

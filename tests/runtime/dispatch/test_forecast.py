@@ -17,7 +17,7 @@ from flashtune.db.eligibility import by_problem
 from flashtune.db.table import shipped_table
 from flashtune.dispatch.forecast import forecast
 from flashtune.dispatch.lookup import default_selection, nearest_selection, select
-from flashtune.dispatch.nearest import DECODING_FAMILY, FEW_QUERIES, distance, nearest_record, tuned_alike
+from flashtune.dispatch.nearest import DECODING_FAMILY, FEW_QUERIES, distance, nearest_record
 from flashtune.dispatch.tables import Tables
 from flashtune.templates.forward_hopper.space import HopperConfig, Order
 from flashtune.templates.registry import find_family
@@ -153,32 +153,6 @@ def test_only_eligible_records_are_considered(records: tuple[Record, ...]) -> No
         assert family in ("forward_q_outer", "decode_split_kv")
     assert forecast(shape(), records, TARGET, lambda record: False) is None
     assert forecast(shape(), (), TARGET, anyone) is None
-
-
-@pytest.mark.parametrize("anchors", [1, 2, 5])
-def test_forecast_works_with_few_records(records: tuple[Record, ...], anchors: int) -> None:
-    problem = shape(seqlen_q=3000, seqlen_kv=3000)
-    few = [record for record in tuned_alike(problem, records) if record.config][:anchors]
-    estimate = forecast(problem, few, TARGET, anyone)
-    assert estimate is not None
-    assert estimate[1].nearest in few
-
-
-def test_forecast_depends_on_the_number_of_sms(records: tuple[Record, ...]) -> None:
-    fewer = msgspec.structs.replace(TARGET, name="nvidia-h100-pcie", sm_count=114)
-    problem = shape(heads=8, kv_heads=1, batch=2, seqlen_q=4347, seqlen_kv=4347)
-    estimate = forecast(problem, records, fewer, anyone)
-    assert estimate is not None
-    assert estimate[1].nearest.config is not None
-
-
-@pytest.mark.parametrize("seqlen_q", [1, 3, 16, 64])
-def test_few_queries(records: tuple[Record, ...], seqlen_q: int) -> None:
-    problem = shape(heads=64, kv_heads=8, seqlen_q=seqlen_q, seqlen_kv=8192)
-    selection = select(problem, TARGET, _tables(records), Specialization(), generated=True)
-    assert selection.record.config is not None
-    family = find_family(selection.record.family)
-    assert 0 < family.makespan_ms(problem, selection.record.config, TARGET) < 10
 
 
 def test_forecast_packs_heads_where_queries_are_few(records: tuple[Record, ...]) -> None:

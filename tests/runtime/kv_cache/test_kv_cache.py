@@ -93,6 +93,25 @@ def test_usage_statistics() -> None:
     assert PagedKVCache(1, 16, 1, 8, dtype=torch.int8, device="cpu").token_bytes == 16
 
 
+def test_a_full_cache_is_refused_without_side_effects() -> None:
+    cache = make(3)
+    first, second = cache.add(), cache.add()
+    cache.extend(first, 20)
+    with pytest.raises(
+        CacheFullError, match=r"^2 pages of 16 tokens are needed and 1 of 3 are free: free or "
+    ):
+        cache.extend([first, second], [13, 1])
+    fork = cache.fork(first)
+    with pytest.raises(CacheFullError, match=r"^3 pages"):
+        # The copy of the shared page counts, and the last to grow needs none.
+        cache.extend([first, fork, second], [1, 13, 1])
+    assert (cache.pages_free, cache.length(first), cache.length(second)) == (1, 20, 0)
+    cache.extend([first, fork], [1, 1])
+    assert cache.pages_free == 0
+    cache.free(fork)
+    assert cache.add() == 3, "numbers are never given twice"
+
+
 def test_values_that_are_columns_of_keys() -> None:
     cache = make(dtype=torch.float32, value_head_dim=0)
     sequence = cache.add()

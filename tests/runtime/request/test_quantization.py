@@ -239,16 +239,3 @@ def test_prologue_writes_the_workspace_of_the_kernel(tensors: Triple, no_device:
     assert prologue.values == [(*addresses(v, kept[0]),)]
     factors = addresses(ones, k_scale, ones)
     assert kernel.values == [(*addresses(q, k, v, out, out), *factors, kept[0].data_ptr(), MIN_SCALE)]
-
-
-def test_other_kernels_receive_no_scales(tensors: Triple, no_device: None) -> None:
-    q, k, v = tensors
-    out, lse = torch.empty(BATCH, HEADS, ROWS, WIDTH), torch.empty(BATCH, HEADS, ROWS)
-    kernel, kept = Noted(), list[Tensor]()
-    scratch = Workspaces({"one": (8,), "other": (4, 4)}, CPU, remembering(kept))
-    fields = ForwardTensors._fields
-    launch_of(queued((kernel, "q k v out lse scale")), fields, CPU)((q, k, v, out, lse), 0.5)
-    stages = queued((kernel, "q k v out lse one other scale"))
-    launch_of(stages, fields, CPU, scratch)((q, k, v, out, lse), 0.5)
-    pointers = addresses(q, k, v, out, lse)
-    assert kernel.values == [(*pointers, 0.5), (*pointers, *addresses(*kept), 0.5)]
