@@ -1,3 +1,5 @@
+"""Tests of tables: their text, refusals, and the shipped ones."""
+
 import json
 from pathlib import Path
 from typing import Any
@@ -174,3 +176,14 @@ def test_table_ships_as_a_file_with_the_name_of_its_gpu(table: TunedTable, ship:
     shipped = shipped_table_of(table.target)
     assert (shipped.target, len(shipped.records)) == (table.target, len(table.records))
     assert shipped_table("nvidia-b200") is None
+
+
+SHIPPED = [target.name for target in TARGETS if shipped_table(target.name)]
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_receipts_of_shipped_kernels_list_their_probes(name: str) -> None:
+    table = shipped_table_of(name)
+    verdicts = [record.verdict for record in table.records if record.config is not None]
+    assert verdicts
+    assert all(verdict is not None and verdict.passed and verdict.probes for verdict in verdicts)

@@ -7,13 +7,22 @@ import torch
 from torch import Tensor
 
 import flashtune
+from flashtune import testing
 from flashtune.core.errors import KernelError, ProblemError, VerificationError
+from flashtune.core.features.records import NO_EXTRA_INPUTS
+from flashtune.core.kernel import Specialization
+from flashtune.core.layouts import Layout
 from flashtune.core.notices import FlashtuneWarning
+from flashtune.core.target import find_target
 from flashtune.dispatch.bound_request import BoundRequest
 from flashtune.request.call import dense_call
 from flashtune.runtime import prepare
+from flashtune.runtime.autograd import with_side
+from flashtune.runtime.gradients import BackwardInputs, Gradients
 from flashtune.runtime.kernel_loader import KernelLoader
 from flashtune.runtime.session import SESSION
+from flashtune.templates.registry import find_family
+from flashtune.templates.rendering import render
 from tests.runtime.training.training_calls import (
     backward_record,
     close,
@@ -242,3 +251,35 @@ def test_float64_uses_unfused_attention(options: dict[str, Any]) -> None:
         torch.testing.assert_close(attend(q, k, v), result)
     with pytest.raises(ProblemError, match="prefer='fastest' to use the unfused computation"):
         flashtune.attention(q, k, v, prefer="generated", **options)
+
+
+TENSORS = [torch.randn(2, 3, 5, 8) for _ in range(5)]
+
+
+@pytest.mark.parametrize("wanted", [(), ("sinks",)])
+@pytest.mark.parametrize("from_kernel", [False, True])
+def test_gradients_of_sinks_are_summed_over_sequences(wanted: tuple[str, ...], from_kernel: bool) -> None:
+    q, k, v, out, dout = TENSORS
+    lse, sinks = torch.randn(2, 3, 5), torch.randn(3)
+    by_sequence = -(torch.exp(sinks[:, None] - lse) * (out * dout).sum(-1)).sum(-1)
+
+    def backward(_: BackwardInputs) -> Gradients:
+        return Gradients(q, k, v, by_sequence if from_kernel else None)
+
+    run = with_side(backward, Layout.BHSD, wanted)
+    gradient = run(
+        BackwardInputs(q, k, v, out, lse, dout, None, None, NO_EXTRA_INPUTS._replace(sinks=sinks))
+    ).dsinks
+    if not wanted:
+        assert gradient is None
+        return
+    assert gradient is not None
+    torch.testing.assert_close(gradient, by_sequence.sum(0))
+
+
+@pytest.mark.parametrize(("family", "writes"), [("backward_hopper", True), ("backward_split", False)])
+def test_hopper_kernels_write_gradients_of_sinks(family: str, writes: bool) -> None:
+    problem = testing.problem("heads=2,kv_heads=1,seqlen=8,head_dim=64,dtype=bf16,backward", sinks=True)
+    hopper = find_family(family)
+    kernel = render(hopper, problem, hopper.default(problem, find_target("h200")), Specialization())
+    assert kernel.writes("dsinks") is writes
