@@ -32,7 +32,7 @@ Check = Callable[[Kernel, Subject], bool]
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=5)
 @CONFIGS
 @pytest.mark.parametrize("bias", [Bias.ADDITIVE, Bias.BOOLEAN])
 @pytest.mark.parametrize("name", [name for name in HOPPER_MASKED if "alibi" not in name])
@@ -45,16 +45,17 @@ def test_lists_and_words(config: dict[str, Any], bias: Bias, name: str) -> None:
     assert are_right(kernel_of(problem, **config), problem, a_config(problem, **config))
 
 
+@pytest.mark.sampled
 @CONFIGS
-def test_masks_of_keys_have_one_list_for_all_tiles(config: dict[str, Any]) -> None:
-    for queries, keys in ((420, 304), (20, 602)):
-        problem = a_small(Causal.NONE, seqlen_q=queries, seqlen_kv=keys, batch=2, bias=Bias.BOOLEAN)
-        lengths = torch.tensor([keys // 2, keys])
-        mask = (torch.arange(keys) < lengths[:, None])[:, None, None].expand(-1, problem.heads, queries, -1)
-        kernel, layout = kernel_of(problem, **config), a_config(problem, **config)
-        assert are_right(kernel, problem, layout, mask)
-        # The lists of one tile of queries.
-        assert len(written(kernel, problem, mask)[-1]) == 2
+@pytest.mark.parametrize(("queries", "keys"), [(420, 304), (20, 602)])
+def test_masks_of_keys_have_one_list_for_all_tiles(config: dict[str, Any], queries: int, keys: int) -> None:
+    problem = a_small(Causal.NONE, seqlen_q=queries, seqlen_kv=keys, batch=2, bias=Bias.BOOLEAN)
+    lengths = torch.tensor([keys // 2, keys])
+    mask = (torch.arange(keys) < lengths[:, None])[:, None, None].expand(-1, problem.heads, queries, -1)
+    kernel, layout = kernel_of(problem, **config), a_config(problem, **config)
+    assert are_right(kernel, problem, layout, mask)
+    # The lists of one tile of queries.
+    assert len(written(kernel, problem, mask)[-1]) == 2
 
 
 def are_right(kernel: Kernel, problem: Problem, config: HopperConfig, bias: Tensor | None = None) -> bool:
