@@ -119,12 +119,6 @@ def test_a_context_ends_only_what_it_began(originals: Originals) -> None:
     assert integration.is_active()
 
 
-def test_the_context_ends_with_an_error(originals: Originals) -> None:
-    with pytest.raises(KeyError), integration.activate():
-        raise KeyError
-    assert set(overridden().values()) == {False}
-
-
 def test_another_name_is_taken(registry: dict[str, Any]) -> None:
     integration.activate(names=("FA3", "flashtune"))
     assert torch_attention.current_flash_attention_impl() == "FA3"

@@ -1,7 +1,5 @@
 """Tests of transformers' models with flashtune's attention function on the CPU, in float64 and unfused."""
 
-import importlib
-import inspect
 import itertools
 from types import SimpleNamespace
 from typing import Any
@@ -465,23 +463,6 @@ def test_compiled_models(served: Served, name: str) -> None:
     assert all(difference < BOUND for difference in error(results, want))
 
 
-def test_compiled_attention_with_spans(served: Served) -> None:
-    arguments = {"batch_size": BATCH, **mask_cases()["window and padding"]}
-    spans = masks.attention_mask(**arguments)
-    assert spans is not None
-    generator = torch.Generator().manual_seed(5)
-    q, k, v = torch.randn(3, BATCH, 4, LENGTH, 16, generator=generator, dtype=DOUBLE)
-
-    def attend(mask: Tensor) -> Tensor:
-        return integration.attention(torch.nn.Module(), q, k, v, mask)[0]
-
-    want = attend(spans)
-    torch._dynamo.reset()
-    compiled: Any = torch.compile(attend, backend="eager", fullgraph=True)
-    torch.testing.assert_close(compiled(spans), want, atol=1e-12, rtol=0)
-    assert len(served.calls) == 1
-
-
 def test_compiled_generation(served: Served) -> None:
     name = "gemma3"
     inputs = inputs_of(name, "left")
@@ -494,22 +475,6 @@ def test_compiled_generation(served: Served) -> None:
     tokens = generated(model, inputs, 6, cache_implementation="static", compile_config=config)
     assert torch.equal(tokens, want)
     assert len(served.calls) == 2, "only the prompt is computed eagerly"
-
-
-def test_signatures() -> None:
-    """Checks the signatures of transformers that the integration depends on."""
-    mask = inspect.signature(transformers.masking_utils.sdpa_mask).parameters
-    own = inspect.signature(masks.attention_mask).parameters
-    assert own.keys() - {"others"} <= mask.keys()
-    assert not [
-        name for name, value in mask.items() if value.default is value.empty and name not in {*own, "kwargs"}
-    ]
-    sdpa = importlib.import_module("transformers.integrations.sdpa_attention")
-    parameters = inspect.signature(sdpa.sdpa_attention_forward).parameters
-    assert [*parameters][:5] == [*inspect.signature(integration.attention).parameters][:5]
-    assert parameters.keys() >= {"dropout", "scaling", "is_causal", "position_bias", "kwargs"}
-    bias = inspect.signature(sdpa.create_position_bias_mask).parameters
-    assert [*bias] == ["position_bias", "attention_mask", "is_causal", "query", "key"]
 
 
 def test_the_name_is_registered() -> None:

@@ -2,18 +2,15 @@
 
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-import flashtune
 from flashtune.integrations import torch as integration
 from flashtune.integrations.flash_operators import CudnnForward, CudnnForwardInto
-from flashtune.recording.recorder import read_counts
-from flashtune.runtime.session import SESSION, record_calls
+from flashtune.runtime.session import SESSION
 from tests.support.attention_operators import (
     CUDNN,
     CUDNN_PACKED,
@@ -506,20 +503,6 @@ def test_results_are_those_of_the_meta_kernel(originals: Originals, name: str) -
     assert originals.calls[name] == 1
 
 
-def test_calls_are_recorded(originals: Originals, tmp_path: Path) -> None:
-    inputs = tensors(requires_grad=True)
-    op = aten._scaled_dot_product_cudnn_attention
-    prepared(lambda: op(*inputs, None, True))
-    with record_calls(tmp_path / "calls.jsonl"):
-        for _ in range(3):
-            op(*inputs, None, True)
-            SESSION.wait()
-        op(*inputs, None, True, 0.1)  # dropout, which is another problem
-    counts = {count.problem: count.calls for count in read_counts(tmp_path / "calls.jsonl")}
-    assert sorted(problem.direction for problem in counts) == ["backward", "forward"]
-    assert set(counts.values()) == {3}
-
-
 def test_a_disabled_module_is_passed_on(originals: Originals) -> None:
     class Attention(torch.nn.Module):
         def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -541,18 +524,3 @@ def test_a_disabled_module_is_passed_on(originals: Originals) -> None:
     switch.remove()
     module(*inputs)
     assert originals.calls[CUDNN] == calls + 1
-
-
-@pytest.mark.filterwarnings("default::flashtune.FlashtuneWarning")
-def test_an_error_of_the_override_breaks_no_call(
-    originals: Originals, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails(*_: object) -> None:
-        raise AssertionError("a defect")
-
-    monkeypatch.setattr(SESSION, "entry", fails)
-    inputs = tensors()
-    with pytest.warns(flashtune.FlashtuneWarning, match="a defect"):
-        out = aten._scaled_dot_product_cudnn_attention(*inputs, None, False)[0]
-    assert originals.calls[CUDNN] == 1
-    close(out, by_definition(*(tensor.double() for tensor in inputs))[0])

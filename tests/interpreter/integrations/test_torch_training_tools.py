@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn import attention as torch_attention
 from torch.nn.attention import _registry
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -83,22 +83,6 @@ def test_distributed_tensors(originals: Originals, name: str) -> None:
         results, (want, *torch.autograd.grad(want, inputs, torch.ones_like(want))), strict=True
     ):
         close(result, expected)
-
-
-@pytest.mark.usefixtures("processes")
-def test_replicated_tensors(originals: Originals) -> None:
-    mesh = init_device_mesh("cpu", (PROCESSES,))
-    with torch.no_grad():
-        inputs = tensors()
-        parts = [DTensor.from_local(tensor, mesh, [Replicate()]) for tensor in inputs]
-        for _ in range(2):
-            attend(*parts)
-            SESSION.wait()
-        originals.calls.clear()
-        out = attend(*parts)
-    assert isinstance(out, DTensor)
-    assert not originals.calls
-    close(out.to_local(), by_definition(*(tensor.double() for tensor in inputs), causal=True)[0])
 
 
 def policy(

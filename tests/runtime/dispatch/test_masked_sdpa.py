@@ -266,37 +266,32 @@ def test_sdpa_is_checked_before_it_serves_a_mask(
     assert launches == ["forward_masked"] * 2
 
 
-def test_generated_kernel_serves_tensors_that_sdpa_refuses(
-    machine: Machine, launches: list[str], sdpa: mock.Mock
+@pytest.mark.parametrize(
+    ("error", "why", "later"),
+    [
+        (
+            RuntimeError("misaligned strides"),
+            "refuses its mask .RuntimeError: misaligned strides",
+            "generated",
+        ),
+        (torch.OutOfMemoryError("CUDA out of memory"), "has no memory for its mask", "sdpa"),
+    ],
+)
+def test_generated_kernel_serves_if_sdpa_fails(
+    machine: Machine, launches: list[str], sdpa: mock.Mock, error: Exception, why: str, later: str
 ) -> None:
-    def refuses_these(q: Tensor, *rest: Any, **options: Any) -> Tensor:
+    def fails(q: Tensor, *rest: Any, **options: Any) -> Tensor:
         if q.shape[2] == BIASED.seqlen_q:
-            raise RuntimeError("misaligned strides")
+            raise error
         return scaled_dot_product_attention(q, *rest, **options)
 
-    sdpa.side_effect = refuses_these
+    sdpa.side_effect = fails
     tuned(machine, masked_record(BIASED, sdpa_cudnn=0.3))
     given, options = call_of(BIASED)
-    with pytest.warns(FlashtuneWarning, match="refuses its mask .RuntimeError: misaligned strides"):
+    with pytest.warns(FlashtuneWarning, match=why):
         flashtune.attention(*given, **options)
     assert launches == ["forward_masked"]
-    assert flashtune.explain(*given, **options).backend == "generated"
-
-
-def test_generated_kernel_serves_if_sdpa_runs_out_of_memory(
-    machine: Machine, launches: list[str], sdpa: mock.Mock
-) -> None:
-    def without_memory(q: Tensor, *rest: Any, **options: Any) -> Tensor:
-        if q.shape[2] == BIASED.seqlen_q:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return scaled_dot_product_attention(q, *rest, **options)
-
-    sdpa.side_effect = without_memory
-    tuned(machine, masked_record(BIASED, sdpa_cudnn=0.3))
-    given, options = call_of(BIASED)
-    with pytest.warns(FlashtuneWarning, match="has no memory for its mask"):
-        flashtune.attention(*given, **options)
-    assert launches == ["forward_masked"]
+    assert flashtune.explain(*given, **options).backend == later
 
 
 @pytest.mark.parametrize("kind", [Bias.BOOLEAN, Bias.ADDITIVE])

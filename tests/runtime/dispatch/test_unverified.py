@@ -180,14 +180,3 @@ def test_kernel_that_does_not_compile_is_replaced(machine: Machine) -> None:
     torch.testing.assert_close(out, expected(q, k, v), atol=2e-2, rtol=2e-2)
     with pytest.raises(KernelError, match="out of registers"):
         flashtune.attention(q, k[:, :, :511], v[:, :, :511], causal=True, prefer="generated")
-
-
-def test_nothing_new_is_prepared_during_a_capture(machine: Machine) -> None:
-    tuned(machine, make_record(PROBLEM))
-    q, k, v = inputs(PROBLEM)
-    planned = flashtune.plan(q, k, v, causal=True)
-    machine.capturing = True
-    planned(q, k, v)
-    flashtune.attention(q, k, v, causal=True)
-    with pytest.raises(KernelError, match="being captured"):
-        flashtune.attention(q, k, v, causal=False)

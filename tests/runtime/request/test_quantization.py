@@ -108,12 +108,6 @@ def test_mismatched_scales_are_refused(tensors: Triple, scales: ExtraInputs, mes
         read_call(dense_call(*tensors)._replace(side=scales))
 
 
-def test_scales_of_other_inputs_are_refused() -> None:
-    q, k = normal(HEADS).half(), normal(KV_HEADS).half()
-    with pytest.raises(ProblemError, match=r"v_scale is given and v is torch.float16: .* leave it out"):
-        flashtune.attention(q, k, k, v_scale=scale_of(KV_HEADS))
-
-
 def test_quantized_inputs_need_a_gpu_and_no_gradient(tensors: Triple) -> None:
     q, k, v = tensors
     for call in (flashtune.attention, flashtune.plan, flashtune.explain):
