@@ -70,7 +70,8 @@ def test_16_bits(dtype: torch.dtype) -> None:
 
 
 def test_packed_sequences() -> None:
-    for options in ({}, {"causal": True}, *all_masks(len(QUERIES))):
+    # Dense calls have all masks.
+    for options in ({}, {"causal": True}, *[*all_masks(len(QUERIES))][::2]):
         check_varlen(*packed(), **options)
 
 
@@ -84,7 +85,7 @@ def test_packed_views_and_other_token_counts() -> None:
 
 def test_decoding() -> None:
     q = torch.randn(len(KEYS), 3, HEADS, WIDTH)
-    for options in ({}, *all_masks(len(KEYS))):
+    for options in ({}, *[*all_masks(len(KEYS))][1::2]):
         check_paged(q, *paged(), **options)
 
 

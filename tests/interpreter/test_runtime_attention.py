@@ -168,8 +168,7 @@ def test_compile_traces_one_node(options: dict[str, Any]) -> None:
     assert not others
 
 
-@pytest.mark.parametrize("return_lse", [False, True])
-@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize(("return_lse", "layout"), [(False, "bhsd"), (True, "bshd")])
 @pytest.mark.filterwarnings("ignore")
 def test_torch_opcheck(return_lse: bool, layout: str) -> None:
     op = torch.ops.flashtune.attention_with_lse if return_lse else torch.ops.flashtune.attention

@@ -147,12 +147,14 @@ SUBJECTS = {mutant.subject: are_all_right for mutant, are_all_right in CHECKS.va
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(("subject", "are_all_right"), SUBJECTS.items())
 def test_unmodified_kernels_write_the_lists(subject: Subject, are_all_right: Check) -> None:
     assert are_all_right(rendered(subject), subject)
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("name", CHECKS)
 def test_mutants_write_other_lists(name: str) -> None:
     mutant, are_all_right = CHECKS[name]

@@ -123,7 +123,7 @@ def test_interpreter_is_enabled() -> None:
 SAMPLED = [case for family in FORWARD for case in sampled_cases(family, 54)]
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(every=8)
 @pytest.mark.parametrize("case", SAMPLED, ids=str)
 def test_sampled_problems_and_configs(case: Case) -> None:
     torch.manual_seed(0)

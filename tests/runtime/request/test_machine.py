@@ -17,7 +17,6 @@ from flashtune.core import machine
 from flashtune.core.errors import KernelError, MachineError
 from flashtune.core.machine import (
     address_space_fault,
-    folder_fault,
     machine_errors,
     machine_fault,
     tool_failed,
@@ -128,15 +127,6 @@ def test_context_manager_converts_only_machine_errors() -> None:
         raise MemoryError
     with pytest.raises(ValueError, match="else"), machine_errors():
         raise ValueError("else")
-
-
-def test_disk_with_little_space_is_reported_as_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "MIN_FREE_BYTES", 1 << 62)
-    fault = folder_fault("the cache", lambda: tmp_path, "X")
-    assert (
-        fault
-        == f"the cache {tmp_path} cannot be written (No space left on device): free some space, or set X"
-    )
 
 
 def test_missing_home_folder_error_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
