@@ -84,7 +84,7 @@ class Devices:
 @pytest.fixture
 def devices(monkeypatch: pytest.MonkeyPatch) -> Devices:
     fake = Devices()
-    monkeypatch.setattr(torch.cuda, "device", fake.device)
+    install(monkeypatch, fake, torch.cuda)
     for module in (launch, executors, backward_executors):
         monkeypatch.setattr(module, "current_device", lambda: fake.current)
     return fake

@@ -1,6 +1,5 @@
 """Tests of dispatch of calls with features, without a GPU: kernels are rendered but not compiled."""
 
-import dataclasses
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,15 +14,11 @@ from flashtune.core.errors import FlashtuneError, KernelError, ProblemError
 from flashtune.core.features.records import ExtraInputs
 from flashtune.core.kernel import Kernel
 from flashtune.core.problem import Causal, Feature
-from flashtune.dispatch import decision, lookup
-from flashtune.dispatch.bound_request import BoundRequest
-from flashtune.dispatch.decision import Decision
+from flashtune.dispatch import lookup
 from flashtune.dispatch.nearest import nearest_record, same_computation, tuned_alike
-from flashtune.dispatch.tables import Tables
 from flashtune.recording.recorder import read_counts
 from flashtune.request.call import dense_call, varlen_call
 from flashtune.request.read_call import read_call
-from flashtune.runtime import prepare
 from flashtune.templates.registry import find_family
 from tests.problems.features import agrees, paged, starts
 from tests.support.machine import TARGET, Machine
@@ -32,24 +27,15 @@ from tests.support.records import make_record
 HEADS = 4
 
 
-@dataclasses.dataclass
-class Bound:
-    """The kernels that were bound, in order, and how often a kernel was chosen."""
-
-    kernels: list[Kernel]
-    choices: int = 0
-
-
 @pytest.fixture
-def bound(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Bound:
-    """Launches write ones."""
-    record = Bound([])
-    real = decision.choose
+def bound(machine: Machine) -> list[Kernel]:
+    """The kernels that were bound, in order. Launches write ones."""
+    kernels: list[Kernel] = []
 
     def bind(kernel: Kernel, target: object, tensors: object, side: object, **_: object) -> Any:
         if not machine.compiles:
             raise KernelError("PTXASError: out of registers")
-        record.kernels.append(kernel)
+        kernels.append(kernel)
         assert isinstance(side, ExtraInputs)
 
         def launch(tensors: tuple[Tensor, ...], *rest: object) -> None:
@@ -57,13 +43,8 @@ def bound(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Bound:
 
         return launch
 
-    def choose(bound: BoundRequest) -> tuple[Decision, ...]:
-        record.choices += 1
-        return real(bound)
-
     machine.launch = bind
-    monkeypatch.setattr(prepare, "choose", choose)
-    return record
+    return kernels
 
 
 def packed(*lengths: int) -> tuple[Any, ...]:
@@ -73,37 +54,30 @@ def packed(*lengths: int) -> tuple[Any, ...]:
 
 
 @pytest.mark.filterwarnings("ignore::flashtune.core.notices.FlashtuneWarning")
-def test_new_token_counts_reuse_the_selected_kernel(bound: Bound, machine: Machine) -> None:
+def test_new_token_counts_reuse_the_selected_kernel(bound: list[Kernel], machine: Machine) -> None:
     for lengths in ((70, 50), (71, 50), (90, 38)):
         assert flashtune.attention_varlen(*packed(*lengths), causal=True).shape == (sum(lengths), HEADS, 64)
-    assert bound.choices == 1
+    assert machine.reads == 1
     assert len(machine.checked) == 1
-    assert len({kernel.digest for kernel in bound.kernels}) == 1
-    assert len(bound.kernels) == 3, "each number of tokens has its grid"
+    assert len({kernel.digest for kernel in bound}) == 1
+    assert len(bound) == 3, "each number of tokens has its grid"
     flashtune.attention_varlen(*packed(70, 50), causal=True)
-    assert len(bound.kernels) == 3
+    assert len(bound) == 3
     flashtune.attention_varlen(*packed(100, 50), causal=True)
-    assert bound.choices == 2, "another power of two"
+    assert machine.reads == 2, "another power of two"
 
 
 @pytest.mark.filterwarnings("ignore::flashtune.core.notices.FlashtuneWarning")
 @pytest.mark.parametrize("function", [flashtune.attention_varlen, flashtune.attention_paged])
 def test_later_calls_of_a_shape_prepare_nothing_and_read_no_table(
-    bound: Bound, machine: Machine, monkeypatch: pytest.MonkeyPatch, function: Any
+    bound: list[Kernel], machine: Machine, function: Any
 ) -> None:
-    reads: list[object] = []
-
-    def records(target: object) -> Tables:
-        reads.append(target)
-        return machine.tables
-
-    monkeypatch.setattr(machine, "records", records)
     is_packed = function is flashtune.attention_varlen
     operands = packed(70, 50) if is_packed else (torch.randn(2, HEADS, 32), *paged((20, 9)))
     counts = []
     for _ in range(3):
         function(*operands)
-        counts.append((len(reads), bound.choices, len(machine.steps), len(bound.kernels)))
+        counts.append((machine.reads, len(machine.steps), len(bound)))
     assert all(counts[0])
     assert counts[0] == counts[1] == counts[2]
 
@@ -111,19 +85,21 @@ def test_later_calls_of_a_shape_prepare_nothing_and_read_no_table(
 @pytest.mark.filterwarnings("ignore::flashtune.core.notices.FlashtuneWarning")
 @pytest.mark.parametrize("needs_grad", [False, True])
 def test_float64_calls_do_not_take_the_kernel_of_an_equal_float32_call(
-    needs_grad: bool, bound: Bound
+    needs_grad: bool, bound: list[Kernel]
 ) -> None:
     counts = []
     for dtype in (torch.float32, torch.float64):
         q = torch.randn(1, 2, 40, 16, dtype=dtype, requires_grad=needs_grad)
         out = flashtune.attention(q, q, q, causal=True, window=(7, 0), prefer="fastest")
         assert out.dtype is dtype
-        counts.append(len(bound.kernels))
+        counts.append(len(bound))
     assert counts[0] == counts[1] > 0
 
 
 @pytest.mark.parametrize("wrong", ["right", "compiles"])
-def test_failed_kernel_is_replaced_with_one_warning(wrong: str, bound: Bound, machine: Machine) -> None:
+def test_failed_kernel_is_replaced_with_one_warning(
+    wrong: str, bound: list[Kernel], machine: Machine
+) -> None:
     setattr(machine, wrong, False)
     call = varlen_call(*packed(20, 7), return_lse=True, causal=True, window=(5, 0))
     operands = packed(20, 7)
@@ -202,7 +178,7 @@ def test_decoding_kernels_serve_few_tiles_of_queries_only(machine: Machine) -> N
 
 
 @pytest.mark.filterwarnings("ignore::flashtune.core.notices.FlashtuneWarning")
-def test_packed_calls_are_recorded_as_one_problem(bound: Bound, tmp_path: Path) -> None:
+def test_packed_calls_are_recorded_as_one_problem(bound: list[Kernel], tmp_path: Path) -> None:
     with flashtune.record_calls(tmp_path / "calls.jsonl"):
         for lengths in ((70, 50), (71, 50), (71, 50)):
             flashtune.attention_varlen(*packed(*lengths), causal=True)

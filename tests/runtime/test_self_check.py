@@ -23,6 +23,7 @@ from flashtune.launch.compilation import kernel_folder
 from flashtune.launch.kernel_cache import kernel_of
 from flashtune.runtime.self_check import SelfChecks
 from flashtune.templates.registry import find_family
+from tests.support.fakes import install
 from tests.support.machine import PROBLEM
 from tests.support.records import make_record
 
@@ -143,19 +144,28 @@ class FakePreload:
         self.ended.set()
 
 
-@pytest.fixture
-def entered(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+class Contexts:
     """Devices and streams without a GPU: those that were entered."""
-    contexts: list[object] = []
 
-    def enter(context: object) -> contextlib.AbstractContextManager[None]:
-        contexts.append(context)
+    def __init__(self) -> None:
+        self.entered: list[object] = []
+
+    def current_stream(self, device: object) -> str:
+        return f"the caller's on {device}"
+
+    def stream(self, context: object) -> contextlib.AbstractContextManager[None]:
+        self.entered.append(context)
         return contextlib.nullcontext()
 
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the caller's on {device}")
-    monkeypatch.setattr(torch.cuda, "stream", enter)
-    monkeypatch.setattr(torch.cuda, "device", enter)
-    return contexts
+    def device(self, context: object) -> contextlib.AbstractContextManager[None]:
+        return self.stream(context)
+
+
+@pytest.fixture
+def entered(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    fake = Contexts()
+    install(monkeypatch, fake, torch.cuda)
+    return fake.entered
 
 
 @pytest.mark.parametrize("error", [None, KernelError("does not compile")], ids=str)

@@ -37,6 +37,8 @@ class Machine(Platform, KernelLoader):
         KernelLoader.__init__(self, Checks(self))
         self.binaries = Loaded(self)
         self.tables = Tables({}, {})
+        # How often records were read, which each choice of a kernel does once.
+        self.reads = 0
         self.right = True
         # The verdict on a kernel, in place of `right`.
         self.judge: Callable[[Kernel], bool] | None = None
@@ -60,6 +62,7 @@ class Machine(Platform, KernelLoader):
         return TARGET
 
     def records(self, target: Target) -> Tables:
+        self.reads += 1
         return self.tables
 
     def has_kernels(self, device: torch.device) -> bool:

@@ -99,16 +99,9 @@ def test_failures_are_left_to_the_caller(
     assert compiler.prepared(other, NEEDED, TARGET) is None
     assert compiler._process is None, "the process ended, because the config is another family's"
 
-    def fails() -> None:
-        raise OSError("no such file")
-
-    monkeypatch.setattr(compiler_process, "_started", fails)
-    assert compiler.prepared(record, NEEDED, TARGET) is None
-
-
-def test_a_frozen_program_starts_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Its executable is the program.
+    # The executable of a frozen program is the program, and no process is started.
     monkeypatch.setattr("sys.frozen", True, raising=False)
+    assert compiler.prepared(record, NEEDED, TARGET) is None
     with pytest.raises(OSError, match="no Python interpreter"):
         compiler_process._started()
 

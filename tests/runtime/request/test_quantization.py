@@ -11,17 +11,16 @@ import flashtune
 from flashtune.core.errors import ProblemError
 from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.problem import Dtype
-from flashtune.dispatch.bound_request import BoundRequest
 from flashtune.launch.launch import MIN_SCALE, launch_of
 from flashtune.launch.tensors import ForwardTensors
 from flashtune.launch.workspaces import Workspaces, allocate_workspace
 from flashtune.request.call import dense_call
 from flashtune.request.quantization import negated, quantize
 from flashtune.request.read_call import read_call
-from flashtune.request.request import Executor, Prefer
-from flashtune.runtime import executors, session
+from flashtune.request.request import Prefer
 from flashtune.runtime.call_key import call_key
 from tests.emulator.tensor_maps import Noted, queued
+from tests.support.machine import Machine
 
 BATCH, HEADS, KV_HEADS, ROWS, WIDTH = 2, 4, 2, 16, 32
 E4M3 = torch.float8_e4m3fn
@@ -137,8 +136,8 @@ BackwardCase = dict[str, Any]
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> list[BackwardCase]:
-    """A server of every request, whose launches note what they are given."""
+def launches(machine: Machine) -> list[BackwardCase]:
+    """Launches, which note what they are given."""
     calls: list[BackwardCase] = []
 
     def launch(
@@ -150,10 +149,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[BackwardCase]:
         calls.append({"q": q, "out": out, "lse": lse, "scale": scale, "scales": side})
         out.zero_()
 
-    def prepare(bound: BoundRequest, loader: object) -> Executor:
-        return executors.launcher(launch, bound.request, bound.tensors[0])
-
-    monkeypatch.setattr(session, "prepare", prepare)
+    machine.launch = lambda *_, **__: launch
     return calls
 
 
