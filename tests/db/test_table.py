@@ -22,10 +22,10 @@ TARGET = "nvidia-h200"
 @pytest.fixture
 def table() -> TunedTable:
     problems = [
-        make_problem(seqlen_q=4096, seqlen_kv=4096),
+        make_problem(seqlen=4096),
         make_problem(causal=Causal.BOTTOM_RIGHT),
         make_problem(),
-        make_problem(head_dim=128, value_head_dim=128),
+        make_problem(head_dim=128),
     ]
     baseline = make_record(
         problem=make_problem(batch=1), family="sdpa", config=None, kernel=None, verdict=None

@@ -7,8 +7,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from flashtune.core.config import Axis, AxisValue, Config
@@ -167,29 +165,3 @@ def test_queries_without_visible_keys(family: Family) -> None:
     assert torch.equal(out[:, :, :32], torch.zeros(2, 2, 32, 16))
     assert torch.equal(lse[:, :, :32], torch.full((2, 2, 32), -torch.inf))
     assert torch.isfinite(lse[:, :, 32:]).all()
-
-
-@BY_FAMILY
-@settings(max_examples=12)
-@given(
-    widths=st.tuples(st.integers(1, 70), st.integers(1, 70)),
-    heads=st.sampled_from(HEADS),
-    lengths=st.tuples(st.integers(1, 50), st.integers(1, 50)),
-    causal=st.sampled_from(list(Causal)),
-    layout=st.sampled_from(LAYOUTS),
-    seed=st.integers(0, 1000),
-    scale=st.floats(0, 4),
-)
-def test_any_problem(
-    family: Family,
-    widths: tuple[int, int],
-    heads: tuple[int, int],
-    lengths: tuple[int, int],
-    causal: Causal,
-    layout: str,
-    seed: int,
-    scale: float,
-) -> None:
-    torch.manual_seed(seed)
-    problem = make_problem(widths, heads, lengths, causal)
-    Case(family, problem, a_config(family, problem, random.Random(seed)), layout, scale=scale).check()
