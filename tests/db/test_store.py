@@ -18,6 +18,7 @@ from flashtune.db.schema import RECORDS
 from flashtune.db.store import Store, open_store
 from flashtune.db.table import TunedTable
 from tests.db.records import make_problem, make_record, reader_of
+from tests.support.values import present
 
 
 def test_added_records_can_be_read(store: Store) -> None:
@@ -37,8 +38,7 @@ def test_equal_record_is_stored_once(store: Store) -> None:
 
 def test_records_that_differ_in_compile_time_are_stored_once(store: Store) -> None:
     record = make_record()
-    assert record.resources is not None
-    resources = msgspec.structs.replace(record.resources, compile_seconds=9.0)
+    resources = msgspec.structs.replace(present(record.resources), compile_seconds=9.0)
     again = msgspec.structs.replace(record, resources=resources)
     first = store.add(record)
     assert store.add(again) == first
@@ -111,9 +111,8 @@ def test_columns_match_the_record(store: Store) -> None:
     store.add(record)
     with store._engine.connect() as connection:
         row = connection.execute(RECORDS.select()).one()
-    assert record.config is not None
     assert (row.problem_key, row.target, row.family) == (record.problem.key, record.target, record.family)
-    assert (row.config, row.kernel, row.ms) == (record.config.label(), record.kernel, 0.25)
+    assert (row.config, row.kernel, row.ms) == (present(record.config).label(), record.kernel, 0.25)
     assert (row.outcome, row.provenance) == ("ok", "measured")
     assert (row.triton, row.template) == (record.versions.triton, record.versions.template)
 
@@ -192,8 +191,7 @@ def test_killed_writers_lose_no_committed_records(path: Path) -> None:
     said: set[int] = set()
     writers = [start(path, ENDLESS * number, ENDLESS) for number in range(2)]
     for writer, lines in zip(writers, (7, 25), strict=True):
-        assert writer.stdout is not None
-        said |= {int(writer.stdout.readline()) for _ in range(lines)}
+        said |= {int(present(writer.stdout).readline()) for _ in range(lines)}
     for writer in writers:
         writer.kill()
         out, _ = writer.communicate(timeout=1200)

@@ -29,6 +29,7 @@ from tests.support.models.transformers_models import (
     passes_of,
     reference,
 )
+from tests.support.values import present
 
 transformers = pytest.importorskip("transformers", minversion="5.17")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::flashtune.FlashtuneWarning")]
@@ -244,8 +245,7 @@ def test_selections_that_cannot_be_masked_raise_one_sentence(served: Served, giv
 def test_layers_that_drop_queries_get_a_mask(served: Served) -> None:
     config = SimpleNamespace(num_kv_shared_layers=2)
     assert masks.attention_mask(BATCH, LENGTH, LENGTH) is None
-    spans = masks.attention_mask(BATCH, LENGTH, LENGTH, config=config)
-    assert spans is not None
+    spans = present(masks.attention_mask(BATCH, LENGTH, LENGTH, config=config))
     assert masks.is_spans(spans)
     generator = torch.Generator().manual_seed(5)
     q, k, v = torch.randn(3, BATCH, 4, LENGTH, 16, generator=generator, dtype=DOUBLE)
@@ -405,8 +405,7 @@ def test_spans_are_complete_masks(served: Served, case: str) -> None:
 @pytest.mark.parametrize("is_copied", [False, True])
 def test_attention_with_spans(served: Served, case: str, is_copied: bool) -> None:
     arguments = {"batch_size": BATCH, **mask_cases()[case]}
-    spans = masks.attention_mask(**arguments)
-    assert spans is not None
+    spans = present(masks.attention_mask(**arguments))
     arguments["allow_is_causal_skip"] = False
     want_mask = transformers.masking_utils.sdpa_mask(**arguments)
     generator = torch.Generator().manual_seed(5)
@@ -434,11 +433,9 @@ def test_no_mask_waits_for_a_device(served: Served, case: str) -> None:
         for name, value in arguments.items():
             if isinstance(value, Tensor):
                 arguments[name] = mode.from_tensor(value)
-        spans = masks.attention_mask(**arguments)
-        assert spans is not None
+        spans = present(masks.attention_mask(**arguments))
         assert masks.boolean_mask(spans, arguments["q_length"]).dtype is torch.bool
-        pattern = masks.pattern_of(spans, arguments["q_length"], spans.shape[3])
-        assert pattern is not None
+        pattern = present(masks.pattern_of(spans, arguments["q_length"], spans.shape[3]))
         if pattern.valid is not None and pattern.is_own:
             assert pattern.orders[0].shape == (BATCH * arguments["q_length"],)
 

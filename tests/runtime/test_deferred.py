@@ -29,6 +29,7 @@ from tests.support.machine import PROBLEM, Machine, expected, inputs, tuned
 from tests.support.records import make_record
 from tests.support.runtime import using
 from tests.support.unfused import unfused
+from tests.support.values import present
 
 USUAL = "sdpa-cudnn"
 FASTER, SLOWER = {USUAL: 1.5}, {USUAL: 1.005}
@@ -72,8 +73,7 @@ def test_the_replaced_operator_serves_unless_it_is_known_to_be_slower(
     tuned(machine, make_record(PROBLEM, peers=peers))
     call = called(PROBLEM)
     assert served(call) is None
-    kind = SESSION.entry(call, USUAL)
-    assert kind is not None
+    kind = present(SESSION.entry(call, USUAL))
     assert kind.is_refused
     assert not machine.kernels
 
@@ -111,8 +111,7 @@ def test_new_lengths_of_a_bucket_are_served_at_once(machine: Machine) -> None:
     prepared = machine.steps.count("compile")
     for length in range(301, 311):
         call = called(with_lengths(PROBLEM, length, length))
-        executor = ready(call, USUAL)
-        assert executor is not None
+        executor = present(ready(call, USUAL))
         out = executor(*call[:3], None, call.side)
         torch.testing.assert_close(out, expected(call.q, call.k, call.v), atol=0, rtol=0)
     assert machine.steps.count("compile") == prepared
@@ -329,8 +328,7 @@ def test_a_bias_has_a_gradient_if_it_requires_grad(machine: Machine, is_trained:
     bias = torch.zeros(PROBLEM.seqlen_q, PROBLEM.seqlen_kv, dtype=q.dtype)
     call = dense_call(q, k, v, causal=True, attn_bias=bias.requires_grad_(is_trained))
     assert served(call, None) is not None
-    kind = SESSION.entry(call, None)
-    assert kind is not None
+    kind = present(SESSION.entry(call, None))
     assert kind.has_best_tensors
     (backward,) = (kernel for kernel in machine.kernels if kernel.writes("dq"))
     assert backward.writes("dbias") is is_trained
@@ -341,17 +339,16 @@ def test_passes_serve_without_autograd(machine: Machine) -> None:
     call = called(PROBLEM)
     SESSION.entry(call, USUAL, needs_grad=True)
     SESSION.wait()
-    kind = SESSION.entry(call, USUAL, needs_grad=True)
-    assert kind is not None
+    kind = present(SESSION.entry(call, USUAL, needs_grad=True))
     SESSION.wait()
-    passes = kind.passes
-    assert passes is not None
-    assert passes.backward is not None
+    passes = present(kind.passes)
     out, lse = passes.forward(*call[:3], None, call.side)
     want, want_lse = unfused(*call[:3], scale=0.125, causal=Causal.BOTTOM_RIGHT, return_lse=True)
     torch.testing.assert_close(out, want)
     torch.testing.assert_close(lse, want_lse)
-    gradients = passes.backward(BackwardInputs(*call[:3], out, lse, torch.ones_like(out), None, None))
+    gradients = present(passes.backward)(
+        BackwardInputs(*call[:3], out, lse, torch.ones_like(out), None, None)
+    )
     assert gradients.dq.shape == call.q.shape
 
 

@@ -32,6 +32,7 @@ from tests.problems.backward_calls import (
     make_call,
 )
 from tests.problems.kernel_cases import BOTH_PASSES
+from tests.support.values import present
 
 SPLIT, FUSED = (find_family(name) for name in ("backward_split", "backward_fused"))
 CPU = torch.device("cpu")
@@ -85,8 +86,7 @@ def test_head_dims(family: Family, widths: tuple[int, int], split_head_dim: bool
 @CAUSAL
 def test_each_feature(family: Family, name: str, causal: Causal) -> None:
     heads = {"heads": 3, "kv_heads": 3 if causal is Causal.NONE else 1}
-    problem = combined(family, name, causal=causal, head_dim=16, **heads)
-    assert problem is not None
+    problem = present(combined(family, name, causal=causal, head_dim=16, **heads))
     # Without a second phase all blocks are masked alike.
     check(family, problem, f"{name} {causal}", split_masked_loop=causal is not Causal.TOP_LEFT)
 
@@ -117,8 +117,7 @@ def test_pairs_of_features(pair: tuple[str, str]) -> None:
     ids="-".join,
 )
 def test_features_together(names: tuple[str, ...]) -> None:
-    problem = combined(FUSED, *names, head_dim=16, causal=Causal.BOTTOM_RIGHT)
-    assert problem is not None
+    problem = present(combined(FUSED, *names, head_dim=16, causal=Causal.BOTTOM_RIGHT))
     check(FUSED, problem, "-".join(names), dlse=True, index_bits=64)
 
 
@@ -134,15 +133,13 @@ def test_gradient_of_a_constant_bias_is_not_written(family: Family) -> None:
 def test_keys_hidden_by_a_bias_are_masked() -> None:
     problem = a_problem(bias=Bias.BOOLEAN, causal=Causal.BOTTOM_RIGHT)
     masked = make_call(problem)
-    seen = masked.side.bias
-    assert seen is not None
+    seen = present(masked.side.bias)
     hiding = torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)
     tensors = masked.tensors._replace(dbias=torch.full_like(hiding, torch.nan))
     call = Call(tensors, masked.side._replace(bias=hiding), masked.expected)
     hidden = msgspec.structs.replace(problem, bias=Bias.ADDITIVE)
     check_gradients(SPLIT, hidden, small_config(SPLIT, "hiding"), call)
-    assert tensors.dbias is not None
-    assert not tensors.dbias[~seen].any()
+    assert not present(tensors.dbias)[~seen].any()
 
 
 def test_runs_are_deterministic() -> None:

@@ -23,6 +23,7 @@ from flashtune.templates.registry import find_family
 from tests.support.machine import Machine, inputs
 from tests.support.records import shipped_table_of
 from tests.support.untuned import TARGET, anyone, shape
+from tests.support.values import present
 
 PAPER_TOKENS = 16384
 
@@ -39,8 +40,7 @@ def test_unsuitable_schedule_is_replaced() -> None:
     # Measured on an H200: 2 sequences of 8 heads take 1.47 times as long 4 heads at a time as all at once.
     # Some programs get two long tiles and others none.
     problem = shape(heads=8, kv_heads=1, batch=2, seqlen=4347)
-    estimate = forecast(problem, RECORDS, TARGET, anyone)
-    assert estimate is not None
+    estimate = present(forecast(problem, RECORDS, TARGET, anyone))
     record, why = estimate
     assert isinstance(why.nearest.config, HopperConfig)
     assert isinstance(record.config, HopperConfig)
@@ -57,10 +57,8 @@ def test_untimed_config_with_smaller_tiles_serves_few_tiles() -> None:
     assert selection.record.config.num_consumer_groups == 1
     assert (selection.standing, selection.record.kernel) == (VerificationStatus.UNPROVEN, None)
     assert selection.record.provenance is Provenance.PREDICTED
-    assert selection.forecast is not None
-    tuned = nearest_selection(selection)
-    assert tuned is not None
-    assert tuned.record == selection.forecast.nearest == selection.measured
+    tuned = present(nearest_selection(selection))
+    assert tuned.record == present(selection.forecast).nearest == selection.measured
     assert nearest_selection(tuned) is None
 
 
@@ -109,8 +107,7 @@ def test_forecast_at_a_tuned_shape_usually_selects_its_winner() -> None:
     hopper = [record for record in RECORDS if record.family == "forward_hopper"][::5]
     won = 0
     for record in hopper:
-        estimate = forecast(record.problem, RECORDS, TARGET, anyone)
-        assert estimate is not None
+        estimate = present(forecast(record.problem, RECORDS, TARGET, anyone))
         assert estimate[1].nearest.problem == record.problem
         # Other near shapes count too: forecasts were 0.91 to 1.15 of the measured times.
         assert estimate[1].nearest_ms == pytest.approx(estimate[1].nearest.ms, rel=0.2)
@@ -193,8 +190,7 @@ def test_neighbour_of_a_winner_has_a_smaller_margin() -> None:
     # Measured on an H200: with 131 programs 234 µs, with one for each multiprocessor 193; only the former won
     # anywhere.
     problem = shape(head_dim=64, heads=32, kv_heads=32, batch=18, seqlen=917)
-    estimate = forecast(problem, RECORDS, TARGET, anyone)
-    assert estimate is not None
+    estimate = present(forecast(problem, RECORDS, TARGET, anyone))
     chosen, why = estimate
     assert isinstance(chosen.config, HopperConfig)
     assert chosen.provenance is Provenance.PREDICTED
@@ -237,12 +233,10 @@ def test_family_that_was_not_tuned_with_features_is_considered() -> None:
         return problem.features <= find_family(record.family).features
 
     def found(ms: float) -> Record:
-        assert tuned.measurement is not None
-        measured = msgspec.structs.replace(tuned.measurement, ms=ms, p20=ms, p80=ms, peers=())
+        measured = msgspec.structs.replace(present(tuned.measurement), ms=ms, p20=ms, p80=ms, peers=())
         timed = msgspec.structs.replace(tuned, measurement=measured)
         longer = msgspec.structs.replace(problem, seqlen_q=9000, seqlen_kv=9000)
-        result = forecast(longer, (*RECORDS, timed), TARGET, serves)
-        assert result is not None
+        result = present(forecast(longer, (*RECORDS, timed), TARGET, serves))
         return result[0]
 
     assert found(100.0).family == "forward_hopper"
@@ -275,13 +269,12 @@ def test_untuned_chunks_of_prompts_in_pages_use_hopper(page_size: int, caches: d
     like = next(record for record in RECORDS if record.family == "forward_hopper")
 
     def portable(ms: float) -> Record:
-        assert like.measurement is not None
         return msgspec.structs.replace(
             like,
             problem=chunk(5120),
             family=masked.name,
             config=masked.default(chunk(5120), TARGET),
-            measurement=msgspec.structs.replace(like.measurement, ms=ms, p20=ms, p80=ms, peers=()),
+            measurement=msgspec.structs.replace(present(like.measurement), ms=ms, p20=ms, p80=ms, peers=()),
         )
 
     assert family() == "forward_hopper"

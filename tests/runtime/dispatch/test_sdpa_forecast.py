@@ -33,6 +33,7 @@ from tests.runtime.training.training_calls import backward_record
 from tests.support.machine import PROBLEM, Machine, inputs, tuned
 from tests.support.records import make_record, shipped_table_of
 from tests.support.untuned import TARGET, anyone, shape
+from tests.support.values import present
 
 CUDNN = "sdpa-cudnn"
 
@@ -61,8 +62,7 @@ def test_untuned_shape_is_compared_by_estimated_times() -> None:
     problem = square(64, 8, 1, 2304)
     selection = selected(problem, RECORDS)
     assert selection.forecast is not None
-    nearest = selection.forecast.nearest.measurement
-    assert nearest is not None
+    nearest = present(selection.forecast.nearest.measurement)
     peers = {peer.name: peer.ms for peer in nearest.peers}
     assert peers[CUDNN] < 0.98 * nearest.ms
     expected = {peer.name: peer.ms for peer in selection.forecast.peers}
@@ -84,8 +84,7 @@ def test_untuned_head_dim_uses_configs_of_the_next_wider_one() -> None:
     assert (record.problem.head_dim, record.problem.value_head_dim) == (40, 40)
     assert (record.provenance, record.verdict, record.measurement) == (Provenance.PREDICTED, None, None)
     assert "head dim 40" in kernel_of(record, Specialization()).source
-    assert why is not None
-    assert why.nearest.problem.head_dim == 64
+    assert present(why).nearest.problem.head_dim == 64
     assert nearest_selection(selection) is None, "it is of another head dim"
     family = find_family("forward_hopper")
     wide = square(64, 12, 6, 640)
@@ -123,8 +122,7 @@ def test_other_head_dims_and_far_shapes_warn_with_search_command(problem: Proble
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         assert prepared(decision, Pass(Machine(), asked, lambda kernel: "bound", str)) == "bound"
-    assert decision.selection is not None
-    assert decision.selection.source == "estimated"
+    assert present(decision.selection).source == "estimated"
     assert len(told) == len(said)
     for warning, words in zip(told, said, strict=True):
         assert words in str(warning.message)
@@ -138,9 +136,8 @@ def test_transferred_configs_are_in_the_space_of_their_head_dim(head_dim: int, c
     problem = square(head_dim, 16, 2, 2000, causal=causal)
     selection = selected(problem, RECORDS)
     assert selection.source == "estimated"
-    assert selection.record.config is not None
     family = find_family(selection.record.family)
-    assert family.space(problem, TARGET).contains(selection.record.config)
+    assert family.space(problem, TARGET).contains(present(selection.record.config))
     assert selection.record.problem.head_dim == head_dim
 
 
@@ -158,8 +155,7 @@ def test_records_of_the_other_16_bit_type_are_used() -> None:
 
 def test_very_narrow_heads_use_configs_of_head_dim_64() -> None:
     selection = selected(square(16, 16, 2, 2048), RECORDS)
-    assert selection.forecast is not None
-    assert selection.forecast.nearest.problem.head_dim == 64
+    assert present(selection.forecast).nearest.problem.head_dim == 64
 
 
 def test_sdpa_times_are_estimated_within_bounds() -> None:
@@ -172,8 +168,7 @@ def test_sdpa_times_are_estimated_within_bounds() -> None:
     ]
     errors = []
     for record in plain:
-        assert record.measurement is not None
-        took = {peer.name: peer.ms for peer in record.measurement.peers}.get(CUDNN)
+        took = {peer.name: peer.ms for peer in present(record.measurement).peers}.get(CUDNN)
         others = [other for other in tuned_alike(record.problem, plain) if other is not record]
         times = {peer.name: peer.ms for peer in expected_peers(record.problem, others, TARGET)}
         if took is not None and CUDNN in times:
@@ -212,11 +207,9 @@ def test_untuned_shapes_are_served_by_estimated_times(machine: Machine, peer: fl
     q, k, v = inputs(msgspec.structs.replace(PROBLEM, seqlen_q=700, seqlen_kv=700))
     told = flashtune.explain(q, k, v, causal=True)
     assert told.backend == backend
-    assert told.selection is not None
-    assert told.selection.forecast is not None
     if backend == "sdpa":
         assert told.reason == f"{CUDNN} is expected to be faster"
-        assert f"expected here: {told.selection.forecast.ms:.4g} ms, {CUDNN} " in str(told)
+        assert f"expected here: {present(present(told.selection).forecast).ms:.4g} ms, {CUDNN} " in str(told)
     flashtune.attention(q, k, v, causal=True)
     assert machine.launches == (backend == "generated")
 
@@ -230,8 +223,7 @@ def test_both_passes_of_untuned_shapes_are_served_by_estimated_times(
     tuned(machine, make_record(PROBLEM, peers=peers), backward_record(PROBLEM, 1.0, peers))
     q, k, v = inputs(msgspec.structs.replace(PROBLEM, seqlen_q=700, seqlen_kv=700))
     told = flashtune.explain(q.requires_grad_(), k, v, causal=True)
-    assert told.backward is not None
-    assert (told.backend, told.backward.backend) == (backend, backend)
+    assert (told.backend, present(told.backward).backend) == (backend, backend)
     assert ("both passes together" in told.reason) == (backend == "sdpa")
 
 
@@ -251,8 +243,7 @@ def test_unmeasured_configs_have_larger_margins(
     estimates = {problem: forecast(problem, RECORDS, TARGET, anyone) for problem in (other, plain)}
     monkeypatch.setattr(forecasts, "NEIGHBOUR_MARGIN", -0.9)
     again = {problem: forecast(problem, RECORDS, TARGET, anyone) for problem in estimates}
-    assert estimates[other] is not None
-    assert again[other] == estimates[other]
+    assert again[other] == present(estimates[other])
     assert again[plain] != estimates[plain]
 
 
@@ -265,6 +256,5 @@ def test_winners_of_equivalent_masks_are_considered(masks: tuple[Causal, ...], c
     named = (msgspec.structs.replace(tuned, causal=mask) for mask in masks)
     both = [msgspec.structs.replace(won, problem=problem) for problem in named]
     asked = msgspec.structs.replace(tuned, seqlen_kv=9000, causal=causal)
-    estimate = forecast(asked, both, TARGET, anyone)
-    assert estimate is not None
+    estimate = present(forecast(asked, both, TARGET, anyone))
     assert estimate[1].nearest.problem.causal is causal
