@@ -37,12 +37,10 @@ class Known(NamedTuple):
 
 UNTIMED = "the search ended before the final measurement"
 SLOW_GRADIENTS = "heads=32,kv_heads=8,seqlen=8192,head_dim=128,batch=2,causal,backward"
-CAUSAL_BIAS = "heads=16,seqlen={},head_dim=64,batch=8,causal,bias=additive{}"
 # Each check's exceptions. A test fails if one of them is not needed any more.
 FEW_SAMPLES = (Known("nvidia-h100", SLOW_GRADIENTS, UNTIMED),)
 WITHOUT_PEERS = (
     *FEW_SAMPLES,
-    Known("nvidia-h100", CAUSAL_BIAS.format(1024, ",backward"), UNTIMED),
     Known("nvidia-h100", "heads=32,kv_heads=8,seqlen=1024,head_dim=128,batch=16,causal", UNTIMED),
 )
 OTHER_RATIO = (Known("nvidia-h100", SLOW_GRADIENTS, UNTIMED),)
