@@ -1,4 +1,4 @@
-"""Tests of what an import of flashtune gives."""
+"""Tests of the import of flashtune: its modules, names and errors."""
 
 import subprocess
 import sys

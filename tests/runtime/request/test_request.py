@@ -1,4 +1,4 @@
-"""Tests of requests: what they say of tensors, canonical problems, precision, and refusals."""
+"""Tests of requests: their problems, canonical forms and precision, and refusals."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
