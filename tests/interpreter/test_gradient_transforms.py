@@ -13,7 +13,8 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from flashtune.core.errors import ProblemError
-from tests.interpreter.autograd_calls import attend, close, expected, loss, tensors
+from tests.interpreter.autograd_calls import attend, expected, loss, tensors
+from tests.support.attention_operators import close
 
 pytestmark = pytest.mark.usefixtures("fresh_runtime")
 

@@ -23,13 +23,13 @@ from tests.interpreter.autograd_calls import (
     KV_HEADS,
     Triple,
     attend,
-    close,
     definition,
     exact_gradients,
     expected,
     loss,
     tensors,
 )
+from tests.support.attention_operators import close
 
 pytestmark = pytest.mark.usefixtures("fresh_runtime")
 

@@ -15,7 +15,7 @@ import flashtune
 from flashtune.core.arguments import read_count, shown
 from flashtune.core.errors import ProblemError, UsageError
 from flashtune.runtime.session import SESSION
-from tests.problems.features import KEYS, QUERIES, paged, starts
+from tests.problems.features import paged_arguments, varlen_arguments
 
 HUGE = 10**5000
 TOO_LARGE = 2**31 - 1, 256, 1, 1024
@@ -38,16 +38,11 @@ def explained(**changes: Any) -> object:
 
 
 def varlen(**changes: Any) -> object:
-    q, k = torch.randn(sum(QUERIES), 4, 32).double(), torch.randn(sum(KEYS), 2, 32).double()
-    arguments = {"q": q, "k": k, "v": k, "cu_seqlens_q": starts(QUERIES), "cu_seqlens_k": starts(KEYS)}
-    return flashtune.attention_varlen(**arguments | {"max_seqlen_q": 16, "max_seqlen_k": 40} | changes)
+    return flashtune.attention_varlen(**varlen_arguments(**changes))
 
 
 def pages(**changes: Any) -> object:
-    k, v, table, lengths = paged()
-    arguments = {"k_cache": k.double(), "v_cache": v.double(), "block_table": table, "kv_lengths": lengths}
-    q = torch.randn(len(KEYS), 4, 32, dtype=torch.float64)
-    return flashtune.attention_paged(**{"q": q} | arguments | changes)
+    return flashtune.attention_paged(**paged_arguments(**changes))
 
 
 def masked(**changes: Any) -> object:
