@@ -14,7 +14,7 @@ from flashtune.db.location import sqlite_path
 from flashtune.db.store import MergeCounts, Store, open_store
 from flashtune.db.table import TunedTable
 from tests.db.records import make_problem, make_record, reader_of
-from tests.support.records import shipped_table_of
+from tests.support.records import VERSIONS, shipped_table_of
 
 
 @pytest.fixture
@@ -63,40 +63,32 @@ def test_missing_selections_are_added(store: Store, other: Path) -> None:
     }
 
 
+def selected(ms: float, triton: str = VERSIONS.triton, *, predicted: bool = False) -> Record:
+    versions = msgspec.structs.replace(VERSIONS, triton=triton)
+    provenance = Provenance.PREDICTED if predicted else Provenance.MEASURED
+    return make_record(ms, versions=versions, provenance=provenance)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ours", "theirs", "wins"),
+    ("ours", "theirs", "replaced"),
     [
-        ({"ms": 2.0}, {"ms": 1.0}, "theirs"),
-        ({"ms": 1.0}, {"ms": 2.0}, "ours"),
-        ({"ms": 2.0}, {"ms": 1.0, "triton": "3.9.0"}, "ours"),
-        ({"ms": 1.0, "predicted": True}, {"ms": 2.0, "triton": "3.9.0"}, "theirs"),
-        ({"ms": 2.0}, {"ms": 1.0, "predicted": True}, "ours"),
-        ({"ms": 2.0, "predicted": True}, {"ms": 1.0, "predicted": True}, "ours"),
+        (selected(2.0), selected(1.0), True),
+        (selected(1.0), selected(2.0), False),
+        (selected(2.0), selected(1.0, "3.9.0"), False),
+        (selected(1.0, predicted=True), selected(2.0, "3.9.0"), True),
+        (selected(2.0), selected(1.0, predicted=True), False),
+        (selected(2.0, predicted=True), selected(1.0, predicted=True), False),
     ],
 )
 def test_the_faster_measured_selection_wins(
-    store: Store,
-    other: Path,
-    ours: dict[str, float | str | bool],
-    theirs: dict[str, float | str | bool],
-    wins: str,
+    store: Store, other: Path, ours: Record, theirs: Record, replaced: bool
 ) -> None:
-    def record(wish: dict[str, float | str | bool]) -> Record:
-        made = make_record(ms=wish["ms"])
-        if "triton" in wish:
-            made = msgspec.structs.replace(
-                made, versions=msgspec.structs.replace(made.versions, triton=str(wish["triton"]))
-            )
-        if "predicted" in wish:
-            made = msgspec.structs.replace(made, provenance=Provenance.PREDICTED)
-        return made
-
-    store.pin(store.add(record(ours)))
-    fill(other, pinned=record(theirs))
+    store.pin(store.add(ours))
+    fill(other, pinned=theirs)
     counts = store.merge_from(str(other))
-    assert [stored.record for stored in store.selections()] == [record(ours if wins == "ours" else theirs)]
-    assert (counts.selections_replaced, counts.selections_kept) == ((0, 1) if wins == "ours" else (1, 0))
+    assert [stored.record for stored in store.selections()] == [theirs if replaced else ours]
+    assert (counts.selections_replaced, counts.selections_kept) == (int(replaced), int(not replaced))
     assert len(store.records()) == 2
 
 
