@@ -105,8 +105,8 @@ CALLS: dict[str, tuple[Callable[[], str], str]] = {
         partial(server, FP32, (4, 1), (33, 492), 40, batch=4, needs_grad=True, **PADDED),
         "sdpa",
     ),
-    # Kernels took 1.02 to 1.5 times as long as SDPA on an H200 or an H100. Heads are padded to 256 columns, of
-    # which SDPA computes 192, or no query sees most of the keys.
+    # Kernels took 1.02 to 1.5 times as long as SDPA on an H200 or an H100. Heads are padded to 256 columns,
+    # of which SDPA computes 192, or no query sees most of the keys.
     "padded heads": (partial(server, BF16, (4, 1), (1260, 1260), 160, batch=9, **TRAINED), "sdpa"),
     "hidden keys": (partial(server, BF16, (2, 1), (1765, 4320), 160, batch=23, **TRAINED), "sdpa"),
     "fp16 bias": (partial(server, FP16, (4, 4), (80, 80), 128, batch=12, **BIASED), "sdpa"),
