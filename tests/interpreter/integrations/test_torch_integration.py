@@ -487,26 +487,3 @@ def test_results_are_those_of_the_meta_kernel(originals: Originals, name: str) -
     prepared(lambda: op(*args))
     torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
     assert originals.calls[name] == 1
-
-
-def test_a_disabled_module_is_passed_on(originals: Originals) -> None:
-    class Attention(torch.nn.Module):
-        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            if q.shape[0] == 7:
-                raise ValueError("an error inside")
-            out: Tensor = aten._scaled_dot_product_cudnn_attention(q, k, v, None, False)[0]
-            return out
-
-    module, inputs = Attention(), tensors()
-    prepared(lambda: module(*inputs))
-    calls = originals.calls[CUDNN]
-    switch = integration.disable_for(module)
-    module(*inputs)
-    assert originals.calls[CUDNN] == calls + 1
-    with pytest.raises(ValueError, match="an error inside"):
-        module(torch.empty(7), *inputs[1:])
-    aten._scaled_dot_product_cudnn_attention(*inputs, None, False)
-    assert originals.calls[CUDNN] == calls + 1, "other calls are served"
-    switch.remove()
-    module(*inputs)
-    assert originals.calls[CUDNN] == calls + 1

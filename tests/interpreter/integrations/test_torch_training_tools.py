@@ -3,7 +3,6 @@
 import functools
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -11,8 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.nn import attention as torch_attention
-from torch.nn.attention import _registry
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -22,9 +19,8 @@ from torch.utils.checkpoint import (
 )
 
 from flashtune.integrations import operator_overrides
-from flashtune.integrations import torch as integration
 from flashtune.runtime.session import SESSION
-from tests.support.attention_operators import CUDNN, EFFICIENT, FLASH, Originals, by_definition, close
+from tests.support.attention_operators import CUDNN, EFFICIENT, Originals, by_definition, close
 
 pytestmark = pytest.mark.filterwarnings("error::flashtune.FlashtuneWarning")
 Triple = tuple[Tensor, Tensor, Tensor]
@@ -121,22 +117,3 @@ def test_selective_checkpoints(
     q, k, v = (tensor.double() for tensor in inputs)
     want = by_definition(q * 2, k, v, causal=True)[0] + 1
     close(results, (want, *torch.autograd.grad(want, inputs, torch.ones_like(want))))
-
-
-def test_torchtitan_activates_the_name(originals: Originals) -> None:
-    """Torchtitan activates FA3 by itself, and does not restore it."""
-    integration.deactivate()
-    with mock.patch.dict(_registry._FLASH_ATTENTION_IMPLS), integration.activate(names=("FA3",)):
-        torch_attention.activate_flash_attention_impl("FA3")
-        inputs = [tensor.detach().transpose(1, 2) for tensor in tensors()]
-        args = None, None, 20, 20, 0.0, True, False
-        for _ in range(2):
-            aten._flash_attention_forward(*inputs, *args)
-            SESSION.wait()
-        originals.calls.clear()
-        out = aten._flash_attention_forward(*inputs, *args)[0]
-        assert not originals.calls
-        heads_first = [tensor.double().transpose(1, 2) for tensor in inputs]
-        close(out.transpose(1, 2), by_definition(*heads_first, causal=True)[0])
-    aten._flash_attention_forward(*inputs, *args)
-    assert originals.calls[FLASH] == 1
