@@ -40,8 +40,8 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     SESSION.forget()
 
 
-# A window, sinks, soft caps, two widths of heads, a bias and no causal mask. Float64 tests have all models.
-@pytest.mark.parametrize("name", ["mistral", "gpt_oss", "gemma2", "deepseek", "t5", "bert"])
+# Windows and sinks, soft caps, a bias, and no causal mask. Float64 tests have all models.
+@pytest.mark.parametrize("name", ["gpt_oss", "gemma2", "t5", "bert"])
 def test_logits_and_gradients(served: list[bool], name: str) -> None:
     side = {"images": "none", "audio to text": "right"}.get(ARCHITECTURES[name].kind, "left")
     inputs = inputs_of(name, side)
