@@ -6,6 +6,7 @@ import sys
 import threading
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -82,7 +83,7 @@ def test_pin_replaces_the_earlier_selection(store: Store) -> None:
         ({"kernel": None}, "names no kernel"),
     ],
 )
-def test_ineligible_record_is_not_pinned(store: Store, changes: dict[str, object], reason: str) -> None:
+def test_ineligible_record_is_not_pinned(store: Store, changes: dict[str, Any], reason: str) -> None:
     record_id = store.add(make_record(**changes))
     with pytest.raises(StoreError, match=reason):
         store.pin(record_id)

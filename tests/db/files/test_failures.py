@@ -19,7 +19,6 @@ from flashtune.db.light.self_checks import remember_check
 from flashtune.db.store import Store, open_store
 from tests.db.files.hostile import CHECK, refused
 from tests.db.records import make_record, reader_of
-from tests.support.records import MakeRecord
 from tests.support.runtime import forget_all
 
 NONE = 65534
@@ -221,7 +220,7 @@ def full_disk() -> Iterator[None]:
         event.remove(Engine, "connect", limit)
 
 
-def add_many(store: Store, make_record: MakeRecord) -> None:
+def add_many(store: Store) -> None:
     """Adds more records than the existing pages can hold."""
     for number in range(100):
         store.add(make_record(ms=1000.0 + number))
@@ -231,7 +230,7 @@ def test_a_full_disk(filled: Path, full_disk: None) -> None:
     with open_store(str(filled)) as store:
         before = store.records()
         with pytest.raises(StoreError, match=f"disk is full, .* written to {filled}: free some space"):
-            add_many(store, make_record)
+            add_many(store)
         kept = store.records()
     assert kept[: len(before)] == before
     with closing(sqlite3.connect(filled)) as connection:

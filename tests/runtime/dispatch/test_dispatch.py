@@ -176,7 +176,7 @@ def test_unfused_attention_does_not_serve_much_longer_problems() -> None:
 
 
 def test_selected_baseline_serves_only_eligible_calls() -> None:
-    baseline = make_record(PROBLEM, family="sdpa", config=None, kernel=None)
+    baseline = make_record(PROBLEM, family="sdpa")
     tuned = tables((baseline,))
     assert select(PROBLEM, TARGET, tuned, generated=False).record is baseline
     assert faster_peer((measured(baseline),), PROBLEM, None) == "sdpa"

@@ -75,8 +75,8 @@ def padding(q: Tensor, k: Tensor) -> Tensor:
     return torch.empty(q.shape[0], 1, 1, k.shape[2], dtype=torch.bool)
 
 
-BIASED = {"attn_bias": shared_bias}
-PADDED = {"attn_mask": padding}
+BIASED: dict[str, Any] = {"attn_bias": shared_bias}
+PADDED: dict[str, Any] = {"attn_mask": padding}
 TRAINED: dict[str, Any] = {"needs_grad": True, "causal": "top_left"}
 # Calls, and the backend or the family that serves each.
 CALLS: dict[str, tuple[Callable[[], str], str]] = {

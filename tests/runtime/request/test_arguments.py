@@ -15,7 +15,7 @@ import flashtune
 from flashtune.core.arguments import read_count, shown
 from flashtune.core.errors import ProblemError, UsageError
 from flashtune.runtime.session import SESSION
-from tests.problems.features import paged_arguments, varlen_arguments
+from tests.runtime.request.arguments import paged_arguments, varlen_arguments
 
 HUGE = 10**5000
 TOO_LARGE = 2**31 - 1, 256, 1, 1024

@@ -16,7 +16,8 @@ from flashtune.request.call import Call, dense_call, paged_call, varlen_call
 from flashtune.request.read_call import read_call
 from flashtune.runtime.call_cache import run_call
 from flashtune.runtime.value_checks import values_are_checked, with_checks
-from tests.problems.features import KEYS, QUERIES, paged, paged_arguments, starts, varlen_arguments
+from tests.problems.features import KEYS, QUERIES, paged, starts
+from tests.runtime.request.arguments import paged_arguments, varlen_arguments
 
 INT = torch.int32
 HEADS, WIDTH = 4, 32
