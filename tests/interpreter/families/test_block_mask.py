@@ -100,7 +100,7 @@ def test_narrow_lists_shared_by_sequences_and_heads() -> None:
 
 
 def check_gradients(problem: Problem, seed: str, *, with_dlse: bool = False) -> None:
-    problem = msgspec.structs.replace(problem, direction=Direction.BACKWARD, seqlen_q=150, seqlen_kv=200)
+    problem = msgspec.structs.replace(problem, direction=Direction.BACKWARD, seqlen_q=100, seqlen_kv=200)
     split = problem.causal is not Causal.TOP_LEFT
     config = small_config(GRADIENTS, seed, (32, 64), split_masked_loop=split)
     call = backward_calls.make_call(problem, with_dlse=with_dlse)
