@@ -184,6 +184,8 @@ def test_messages_are_short_and_call_no_methods_of_values() -> None:
     ("step", "sentence"),
     [
         (lambda cache, seq: cache.truncate(seq, "1"), "length cannot be '1': pass how many of the 3 tokens"),
+        (lambda cache, seq: cache.truncate(seq, 4), "length cannot be 4: pass how many of the 3 tokens"),
+        (lambda cache, seq: cache.extend(seq, -1), "a count of tokens cannot be -1"),
         (lambda cache, seq: cache.extend(seq, 2.0), "tokens cannot be 2.0: pass a list of numbers"),
         (lambda cache, seq: cache.extend([seq], [HUGE]), "a count of tokens cannot be an integer"),
         (lambda cache, seq: cache.extend([[seq]], 1), "a sequence cannot be a list: pass its number"),
