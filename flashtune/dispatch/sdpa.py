@@ -1,7 +1,7 @@
 """Attention by torch's SDPA, with flashtune's semantics of masks and empty rows."""
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -162,12 +162,6 @@ def unexpanded(bias: Tensor) -> Tensor:
     return bias
 
 
-def copies_ms(tensors: Iterable[Tensor], target: Target) -> float:
-    """Returns the time of the copies of unaligned tensors that SDPA gets, in ms."""
-    odd = [tensor for tensor in tensors if is_unaligned(tensor)]
-    return copy_ms(odd, target)
-
-
 def copy_ms(tensors: Sequence[Tensor], target: Target) -> float:
     """Returns the time in which tensors are copied, in ms."""
     moved = 2 * sum(tensor.numel() * tensor.element_size() for tensor in tensors)
@@ -206,7 +200,7 @@ def default_backend(
     """Returns the baseline that SDPA selects, or None if it was not measured in the way SDPA would use it.
 
     It was not measured for causal masks with different lengths. SDPA gets copies of tensors whose addresses
-    or strides are not multiples of 16 bytes. Their time is added by `copies_ms`. Tensors are [batch, heads,
+    or strides are not multiples of 16 bytes, whose time is not part of it. Tensors are [batch, heads,
     seqlen, head_dim], without keys that no query sees. The bias is additive, or a boolean mask. `select`
     returns the backend, as `chosen_backend`.
     """

@@ -1,7 +1,6 @@
 """Problems and records as dispatch meets them, and a runtime that remembers nothing between tests."""
 
 import contextlib
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -61,7 +60,6 @@ class Pool:
 def pool(monkeypatch: pytest.MonkeyPatch) -> Pool:
     fake = Pool()
     install(monkeypatch, fake, workspaces)
-    monkeypatch.setattr(workspaces, "_kept", defaultdict(lambda: defaultdict(list)))
     return fake
 
 

@@ -19,7 +19,7 @@ from flashtune.core.problem import Causal, Problem
 from flashtune.dispatch.tables import Tables
 from flashtune.recording.recorder import read_counts
 from flashtune.request.call import Call, dense_call, varlen_call
-from flashtune.runtime import background, buckets
+from flashtune.runtime import background
 from flashtune.runtime.background import Worker
 from flashtune.runtime.buckets import REFUSED
 from flashtune.runtime.gradients import BackwardInputs
@@ -78,15 +78,13 @@ def test_the_replaced_operator_serves_unless_it_is_known_to_be_slower(
     assert not machine.kernels
 
 
-def test_the_worker_loads_the_kernel_that_clears_rows(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_worker_loads_the_kernel_that_clears_rows(machine: Machine) -> None:
     threads = []
 
     def loaded(*_: object) -> None:
         threads.append(threading.current_thread().name)
 
-    monkeypatch.setattr(buckets, "clearer_of", loaded)
+    machine.tail_clearer = loaded  # type: ignore[method-assign, assignment]
     q, starts = torch.randn(40, 2, 64), torch.tensor([0, 10, 40], dtype=torch.int32)
     ready(varlen_call(q, q, q, starts, starts, 30, 30), None)
     SESSION.wait()
@@ -187,7 +185,7 @@ class WithoutRecords(Machine):
         super().__init__()
         self.loads = 0
 
-    def records(self, target: object) -> Tables:
+    def records(self, target_name: str) -> Tables:
         self.loads += 1
         raise OSError("a full disk")
 

@@ -21,7 +21,7 @@ from flashtune.db.store import open_store
 from flashtune.dispatch.versions import current_versions
 from flashtune.launch.compilation import kernel_folder
 from flashtune.launch.kernel_cache import kernel_of
-from flashtune.runtime.self_check import SelfChecks
+from flashtune.runtime.self_check import CheckTask, SelfChecks
 from flashtune.templates.registry import find_family
 from tests.support.fakes import install
 from tests.support.machine import PROBLEM
@@ -45,11 +45,7 @@ class Checker:
 
 RECORD = make_record(PROBLEM)
 KERNEL = kernel_of(RECORD, RECORD.specialization)
-CONFIG = find_family(RECORD.family).default(PROBLEM, TARGET)
-
-
-def passes(checks: SelfChecks) -> bool:
-    return checks.passes(KERNEL, PROBLEM, CONFIG, TARGET, DEVICE)
+TASK = CheckTask(KERNEL, PROBLEM, find_family(RECORD.family).default(PROBLEM, TARGET), TARGET, DEVICE)
 
 
 @pytest.mark.parametrize("passed", [True, False])
@@ -58,10 +54,10 @@ def test_verdict_is_cached_in_process_and_database(passed: bool) -> None:
     checks = SelfChecks(checker)
     assert checks.known_verdict(KERNEL, TARGET) is None
     for _ in range(3):
-        assert passes(checks) is passed
+        assert checks.passes(TASK) is passed
     assert checker.calls == 1
     checks = SelfChecks(checker)
-    assert passes(checks) is passed
+    assert checks.passes(TASK) is passed
     assert checker.calls == 1, "the database remembers for other processes"
     checks = SelfChecks(checker)
     assert checks.known_verdict(KERNEL, find_target("a100")) is None
@@ -81,10 +77,10 @@ def test_unreachable_database_causes_a_check_in_every_process(own_database: Path
     checker = Checker(True)
     checks = SelfChecks(checker)
     with pytest.warns(FlashtuneWarning, match="checked again in every process"):
-        assert passes(checks)
+        assert checks.passes(TASK)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert passes(checks)
+        assert checks.passes(TASK)
     assert checker.calls == 1
 
 
@@ -94,14 +90,14 @@ def test_launch_failure_stores_no_verdict() -> None:
 
     checks = SelfChecks(fail)
     with pytest.raises(KernelError):
-        passes(checks)
+        checks.passes(TASK)
     assert checks.known_verdict(KERNEL, TARGET) is None
 
 
 def test_duration_of_a_check_is_stored() -> None:
     checks = SelfChecks(Checker(True))
     assert checks.known_seconds(KERNEL, TARGET) is None
-    passes(checks)
+    checks.passes(TASK)
     seconds = checks.known_seconds(KERNEL, TARGET)
     assert seconds is not None
     assert 0 <= seconds < 1
@@ -122,7 +118,7 @@ def test_verdict_of_another_process_is_used_after_the_wait() -> None:
         return kernel_folder()
 
     checks = SelfChecks(checker, folder=after_another)
-    assert not passes(checks)
+    assert not checks.passes(TASK)
     assert checker.calls == 0
 
 
@@ -173,7 +169,7 @@ def test_preload_runs_while_the_kernel_compiles(entered: list[object], error: Ke
     preload = FakePreload()
     checks = SelfChecks(preload=preload)
     raised = contextlib.nullcontext() if error is None else pytest.raises(KernelError)
-    with raised, checks.preloading(KERNEL, PROBLEM, CONFIG, TARGET, DEVICE):
+    with raised, checks.preloading(TASK):
         assert preload.began.wait(600)
         assert not preload.ended.is_set()
         if error is not None:
@@ -190,7 +186,7 @@ def test_preload_runs_once_for_kernels_of_a_kind(entered: list[object]) -> None:
         msgspec.structs.replace(PROBLEM, window_left=9),
     )
     for kind, devices in zip(kinds, (1, 1, 2), strict=True):
-        with checks.preloading(KERNEL, kind, CONFIG, TARGET, DEVICE):
+        with checks.preloading(TASK._replace(problem=kind)):
             pass
         assert entered.count(DEVICE) == devices
 
@@ -200,16 +196,16 @@ def test_preload_runs_once_for_kernels_of_a_kind(entered: list[object]) -> None:
 def test_errors_of_the_preload_are_ignored() -> None:
     preload = FakePreload(fails=True)
     checks = SelfChecks(preload=preload)
-    with checks.preloading(KERNEL, PROBLEM, CONFIG, TARGET, DEVICE):
+    with checks.preloading(TASK):
         assert preload.began.wait(600)
 
 
 def test_verified_kernel_needs_no_preload(entered: list[object]) -> None:
     preload = FakePreload()
     checks = SelfChecks(Checker(True), preload)
-    passes(checks)
+    checks.passes(TASK)
     checks = SelfChecks(preload=preload)
-    with checks.preloading(KERNEL, PROBLEM, CONFIG, TARGET, DEVICE):
+    with checks.preloading(TASK):
         pass
     assert not preload.began.is_set()
     assert not entered
@@ -220,7 +216,7 @@ def test_without_a_lock_every_process_checks(tmp_path: Path) -> None:
     no_folder.write_text("")
     checker = Checker(True)
     checks = SelfChecks(checker, folder=lambda: no_folder)
-    assert passes(checks)
+    assert checks.passes(TASK)
     assert checker.calls == 1
 
 

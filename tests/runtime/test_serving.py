@@ -19,7 +19,8 @@ from flashtune.core.kernel import Alignment, Kernel, Specialization
 from flashtune.core.problem import Causal, Feature
 from flashtune.dispatch import lookup
 from flashtune.dispatch.bound_request import BoundRequest
-from flashtune.dispatch.nearest import nearest_record, same_computation, tuned_alike
+from flashtune.dispatch.nearest import nearest_record, tuned_alike
+from flashtune.dispatch.tables import same_computation
 from flashtune.launch import workspaces
 from flashtune.launch.compiler_process import CompilerProcess
 from flashtune.launch.kernel_cache import kernel_of

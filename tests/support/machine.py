@@ -22,7 +22,7 @@ from flashtune.launch.compiler_process import CompilerProcess
 from flashtune.launch.kernel_cache import Binaries
 from flashtune.launch.tensors import BackwardTensors, ForwardTensors
 from flashtune.runtime.kernel_loader import KernelLoader
-from flashtune.runtime.self_check import SelfChecks
+from flashtune.runtime.self_check import CheckTask, SelfChecks
 from tests.support.unfused import unfused
 
 TARGET = find_target("h200")
@@ -57,11 +57,12 @@ class Machine(Platform, KernelLoader):
         self.loading: Callable[[Kernel], object] = lambda kernel: None
         # Makes launches, in place of the computation on the CPU.
         self.launch: Callable[..., Any] | None = None
+        self.bind = self.bound_launch
 
     def target(self, device: torch.device) -> Target:
         return TARGET
 
-    def records(self, target: Target) -> Tables:
+    def records(self, target_name: str) -> Tables:
         self.reads += 1
         return self.tables
 
@@ -77,7 +78,7 @@ class Machine(Platform, KernelLoader):
         """Trials of masks say whether heads are shared."""
         return self.usual if shared is None else self.usual_of_trials or self.usual
 
-    def bind(  # type: ignore[override]
+    def bound_launch(
         self,
         kernel: Kernel,
         target: object,
@@ -138,10 +139,10 @@ class Checks(SelfChecks):
         yield
         self.machine.steps.append("end")
 
-    def passes(self, kernel: Kernel, *_: object) -> bool:
+    def passes(self, task: CheckTask, *_: object) -> bool:
         self.machine.steps.append("check")
-        self.machine.checked.append(kernel)
-        return self.machine.right if self.machine.judge is None else self.machine.judge(kernel)
+        self.machine.checked.append(task.kernel)
+        return self.machine.right if self.machine.judge is None else self.machine.judge(task.kernel)
 
     def known_verdict(self, kernel: Kernel, target: Target) -> bool | None:
         judge = self.machine.judge

@@ -17,8 +17,8 @@ from flashtune.dispatch.bound_request import BoundRequest
 from flashtune.dispatch.decision import Backend, choose
 from flashtune.dispatch.faster_peers import faster_peer
 from flashtune.dispatch.lookup import select as select_for
-from flashtune.dispatch.nearest import distance, is_far, nearest_record, same_computation
-from flashtune.dispatch.tables import Tables, _may_serve, table_hash, tuned_records
+from flashtune.dispatch.nearest import distance, is_far, nearest_record
+from flashtune.dispatch.tables import Tables, _may_serve, same_computation, table_hash, tuned_records
 from flashtune.request.call import dense_call
 from flashtune.templates.registry import find_family
 from tests.support.machine import PROBLEM
@@ -196,7 +196,7 @@ def test_table_hash_covers_records_of_dispatch() -> None:
     forget_all()
     tuned = table_hash("nobodys-gpu")
     assert tuned != empty
-    assert tuned_records("nobodys-gpu").find(PROBLEM.key) is not None
+    assert tuned_records("nobodys-gpu").find(PROBLEM) is not None
 
 
 def test_damaged_database_falls_back_to_shipped_tables(own_database: object) -> None:

@@ -2,6 +2,7 @@
 
 import msgspec
 import pytest
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
@@ -13,8 +14,8 @@ from flashtune.core.record import Resources
 from flashtune.core.target import find_target
 from flashtune.kv_cache.append_kernel import append
 from flashtune.kv_cache.layout import Encoding
-from flashtune.launch import packed_tail
 from flashtune.launch.compilation import compile_kernel, interpreting, load_module
+from flashtune.launch.packed_tail import compile_clear
 from flashtune.tuner.binary.resources import occupancy, read_resources
 
 H100 = find_target("h100")
@@ -108,9 +109,9 @@ def test_number_of_warps_is_stored_only_if_the_compiler_added_warps() -> None:
 
 @pytest.mark.skipif(interpreting(), reason="compiles")
 @pytest.mark.parametrize("target", ["h200", "a100"])
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
-def test_the_kernel_compiles_without_scratch_memory(target: str, dtype: str) -> None:
-    metadata = packed_tail._compiled(dtype, find_target(target)).metadata
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_kernel_compiles_without_scratch_memory(target: str, dtype: torch.dtype) -> None:
+    metadata = compile_clear(dtype, find_target(target)).metadata
     assert metadata.shared == 0
     assert metadata.global_scratch_size == 0
 

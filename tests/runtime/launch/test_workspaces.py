@@ -14,7 +14,7 @@ from torch import Tensor
 from flashtune.dispatch.platform import Platform
 from flashtune.launch import workspaces
 from flashtune.launch.binding import bind
-from flashtune.launch.workspaces import BORDER, MIN_KEPT_BYTES, Workspaces, allocator
+from flashtune.launch.workspaces import BORDER, MIN_KEPT_BYTES, Workspaces, allocator, kept_memory
 from flashtune.request.call import dense_call
 from flashtune.request.read_call import read_call
 from flashtune.request.request import Request
@@ -64,7 +64,8 @@ def test_workspaces_are_disjoint_and_aligned(pool: Pool) -> None:
 
 
 def test_returned_memory_serves_later_launches_of_its_stream(pool: Pool) -> None:
-    planned, other = Workspaces(SHAPES, CPU), Workspaces({"one": (1,)}, CPU)
+    kept = kept_memory()
+    planned, other = Workspaces(SHAPES, CPU, kept=kept), Workspaces({"one": (1,)}, CPU, kept=kept)
     addresses, held, give_back = planned.take(7)
     give_back(held)
     assert planned.take(7)[0] == addresses
@@ -85,7 +86,8 @@ def test_launches_that_overlap_have_memory_of_their_own(pool: Pool) -> None:
 
 
 def test_memory_grows(pool: Pool) -> None:
-    small, large = Workspaces({"one": (1,)}, CPU), Workspaces(SHAPES, CPU)
+    kept = kept_memory()
+    small, large = Workspaces({"one": (1,)}, CPU, kept=kept), Workspaces(SHAPES, CPU, kept=kept)
     for planned in (small, large, small):
         _, held, give_back = planned.take(0)
         give_back(held)
