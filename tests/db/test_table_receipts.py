@@ -18,8 +18,8 @@ from flashtune.dispatch import tables
 from flashtune.dispatch.versions import current_versions
 from flashtune.runtime.self_check import SelfChecks
 from flashtune.tuner.tables.table_receipts import with_receipts
+from tests.db.records import make_record
 from tests.support.families import Ship
-from tests.support.records import MakeRecord
 from tests.support.runtime import forget_all
 
 TARGET = "nvidia-h200"
@@ -44,7 +44,7 @@ def timing_of(record: Record, versions: Versions) -> Timing:
 
 
 @pytest.fixture
-def record(make_record: MakeRecord) -> Record:
+def record() -> Record:
     return make_record()
 
 

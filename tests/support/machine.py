@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashtune import testing
 from flashtune.core.errors import KernelError
 from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.kernel import Kernel
@@ -25,6 +26,7 @@ from flashtune.runtime.self_check import CheckTask, SelfChecks
 from tests.support.unfused import unfused
 
 TARGET = find_target("h200")
+PROBLEM = testing.problem("heads=8,kv_heads=2,seqlen=512,head_dim=64,dtype=bf16,causal,batch=2")
 
 
 class Machine(Platform, KernelLoader):
@@ -35,6 +37,8 @@ class Machine(Platform, KernelLoader):
         KernelLoader.__init__(self, Checks(self))
         self.binaries = Loaded(self)
         self.tables = Tables({}, {})
+        # How often records were read, which each choice of a kernel does once.
+        self.reads = 0
         self.right = True
         # The verdict on a kernel, in place of `right`.
         self.judge: Callable[[Kernel], bool] | None = None
@@ -59,6 +63,7 @@ class Machine(Platform, KernelLoader):
         return TARGET
 
     def records(self, target_name: str) -> Tables:
+        self.reads += 1
         return self.tables
 
     def has_kernels(self, device: torch.device) -> bool:
