@@ -28,6 +28,7 @@ BROKEN_FAMILIES = (
 MUTANTS = gpu_mutants()
 
 
+@pytest.mark.xdist_group("mutants")
 @pytest.mark.slow
 def test_mutants_are_other_programs_with_unique_ids() -> None:
     names = [mutant.id for mutant in MUTANTS]
