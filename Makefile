@@ -156,7 +156,7 @@ interpreter: $(DEVELOPS) ## Run the kernels on the CPU
 	TRITON_INTERPRET=1 $(PYTEST) -n $(WORKERS) --dist loadgroup $(CASES) --times $(TIMES)/interpreter.tsv tests/interpreter
 
 tables: $(DEVELOPS) ## Verify kernels of the shipped tables
-	@ls db/tuned/*.json | xargs -P $(WORKERS) -n 1 $(BIN)/flashtune verify $(KERNELS) --table
+	@$(BIN)/flashtune verify $(KERNELS)
 
 other-tritons: $(OTHER_TRITONS:%=triton-%) ## Render, compile and interpret under other Tritons
 

@@ -52,7 +52,7 @@ class Specialization(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def is_best(self) -> bool:
         """Whether kernels of all families can address the tensors."""
-        return (self.alignment, self.index_bits, self.copies_bias) == (Alignment.SIXTEEN, 32, msgspec.UNSET)
+        return self == Specialization(lse=self.lse, constant_bias=self.constant_bias)
 
     def takes_descriptors(self, dtype: Dtype) -> bool:
         """Returns whether TMA can address the tensors: strides must be multiples of 16 bytes."""

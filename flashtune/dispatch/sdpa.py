@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable, Sequence
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -82,10 +83,9 @@ def shares_heads(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: b
     # A compiled program must not be limited to the sizes that it was traced with.
     if any(isinstance(size, torch.SymInt) for size in sizes):
         return False
-    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    padded_bytes = 0 if mask is None else _padded_bytes(mask)
-    dtype = dtype_of(q) if needs_grad else Dtype.FP32
-    return _unfused_leads(*sizes, dtype, mask is not None, padded_bytes, needs_grad=needs_grad, causal=causal)
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return _unfused_pair_leads(*sizes, dtype_of(q), causal)
+    return _unfused_leads(*sizes, mask is not None, 0 if mask is None else _padded_bytes(mask))
 
 
 @functools.lru_cache(maxsize=8192)
@@ -96,14 +96,35 @@ def _unfused_leads(
     head_dim: int,
     kv_heads: int,
     seqlen_kv: int,
-    dtype: Dtype,
     masked: bool,
     padded_bytes: int,
-    *,
-    needs_grad: bool,
+) -> bool:
+    problem = _shared_problem(batch, heads, seqlen_q, head_dim, kv_heads, seqlen_kv, Dtype.FP32)
+    problem = msgspec.structs.replace(problem, bias=Bias.ADDITIVE if masked else Bias.NONE)
+    return unfused_leads(problem, padded_bytes, find_target(MEASURED_TARGET))
+
+
+@functools.lru_cache(maxsize=8192)
+def _unfused_pair_leads(
+    batch: int,
+    heads: int,
+    seqlen_q: int,
+    head_dim: int,
+    kv_heads: int,
+    seqlen_kv: int,
+    dtype: Dtype,
     causal: bool,
 ) -> bool:
-    problem = Problem(
+    problem = _shared_problem(batch, heads, seqlen_q, head_dim, kv_heads, seqlen_kv, dtype)
+    problem = msgspec.structs.replace(problem, causal=Causal.TOP_LEFT if causal else Causal.NONE)
+    few = batch * heads * seqlen_q * seqlen_kv <= FEW_GRADIENT_SCORES
+    return few or unfused_pair_leads(problem)
+
+
+def _shared_problem(
+    batch: int, heads: int, seqlen_q: int, head_dim: int, kv_heads: int, seqlen_kv: int, dtype: Dtype
+) -> Problem:
+    return Problem(
         dtype=dtype,
         head_dim=head_dim,
         value_head_dim=head_dim,
@@ -112,13 +133,8 @@ def _unfused_leads(
         batch=batch,
         seqlen_q=seqlen_q,
         seqlen_kv=seqlen_kv,
-        causal=Causal.TOP_LEFT if needs_grad and causal else Causal.NONE,
-        bias=Bias.ADDITIVE if masked else Bias.NONE,
+        causal=Causal.NONE,
     )
-    if needs_grad:
-        few = batch * heads * seqlen_q * seqlen_kv <= FEW_GRADIENT_SCORES
-        return few or unfused_pair_leads(problem)
-    return unfused_leads(problem, padded_bytes, find_target(MEASURED_TARGET))
 
 
 def _padded_bytes(mask: Tensor) -> int:
@@ -208,10 +224,10 @@ def default_backend(
 ) -> str | None:
     """Returns the baseline that SDPA selects, or None if it was not measured in the way SDPA would use it.
 
-    It was not measured for causal masks with different lengths. SDPA gets copies of tensors whose addresses
-    or strides are not multiples of 16 bytes, whose time is not part of it. Tensors are [batch, heads,
-    seqlen, head_dim], without keys that no query sees. The bias is additive, or a boolean mask. `select`
-    returns the backend, as `chosen_backend`.
+    It was not measured for causal masks with different lengths. SDPA gets copies of tensors with addresses or
+    strides that are not multiples of 16 bytes. The time of these copies is not included. Tensors are [batch,
+    heads, seqlen, head_dim], without keys that no query sees. The bias is additive, or a boolean mask.
+    `select` returns the backend, as `chosen_backend`.
     """
     is_causal = causal is not Causal.NONE and bias is None
     if is_causal and q.shape[2] != k.shape[2]:

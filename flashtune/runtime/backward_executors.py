@@ -128,7 +128,7 @@ class BoundBackward:
         kernel, target, binary = self._choice
         has_rows = all(map(_has_rows, (*bound.tensors, out, dout)))
         if has_rows and _covers(kernel.specialization, bound.properties_of(tensors)):
-            launch = self._bind_kernel(kernel, target, tensors, bound.extra, compiled=binary)
+            launch = self._bind_kernel(kernel, target, tensors, bound.extra, binary)
             new_dq, new_dk, new_dv = (
                 allocator(torch.empty_like(tensor, device="meta"), tensor.device) for tensor in bound.tensors
             )

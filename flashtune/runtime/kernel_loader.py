@@ -1,6 +1,5 @@
 """Compiles, loads, checks and binds the kernels of calls."""
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -9,11 +8,12 @@ import torch
 
 from flashtune.core.caches import keep
 from flashtune.core.errors import VerificationError
+from flashtune.core.features.records import ExtraInputs
 from flashtune.core.kernel import Kernel, Specialization
 from flashtune.core.record import Record, Selection
 from flashtune.core.target import Target
 from flashtune.dispatch.bound_request import KernelKey
-from flashtune.launch.binding import Binary, bind
+from flashtune.launch.binding import Binary, Tensors, bind
 from flashtune.launch.compilation import is_compiled
 from flashtune.launch.compiler_process import CompilerProcess
 from flashtune.launch.kernel_cache import Binaries, kernel_of
@@ -46,9 +46,9 @@ class KernelLoader:
         # The kernels of calls with features. Numbers of packed tokens are often new.
         self.loaded: dict[KernelKey, LoadedKernel] = {}
         # The binaries that clear rows after the last packed sequence.
-        self.clearing: dict[tuple[torch.dtype, Target], Any] = {}
-        # Binds a loaded kernel. All launches share the memory of workspaces.
-        self.bind: Callable[..., Launch] = functools.partial(bind, kept=kept_memory())
+        self.clearing: dict[tuple[torch.dtype, Target, torch.device], Any] = {}
+        # The memory of workspaces, which all launches share.
+        self.kept = kept_memory()
 
     def load(self, selection: Selection, target: Target, key: KernelKey) -> LoadedKernel:
         """Returns the loaded kernel of a selection, after a self-check unless a receipt covers it."""
@@ -66,6 +66,12 @@ class KernelLoader:
                 f"the {record.family} kernel for {key.problem.key} failed its self-check on {target.name}"
             )
         return LoadedKernel(kernel, target, binary)
+
+    def bind(
+        self, kernel: Kernel, target: Target, tensors: Tensors, side: ExtraInputs, binary: Binary
+    ) -> Launch:
+        """Returns the launch of a loaded kernel."""
+        return bind(kernel, target, tensors, side, compiled=binary, kept=self.kept)
 
     def kernel_of(self, record: Record, specialization: Specialization, target: Target) -> Kernel:
         """Returns the kernel of a record, which is rendered once."""
@@ -94,10 +100,12 @@ class KernelLoader:
         from flashtune.launch.packed_tail import compile_clear, tail_clearer
 
         out = request.out_like
-        binary = self.clearing.get((out.dtype, target))
+        # A binary that is loaded stays on its device.
+        key = out.dtype, target, request.device
+        binary = self.clearing.get(key)
         if binary is None:
             binary = compile_clear(out.dtype, target)
-            keep(self.clearing, (out.dtype, target), binary)
+            keep(self.clearing, key, binary)
         return tail_clearer(binary, out, request.return_lse, sequences, request.device)
 
     def remember(self, key: KernelKey, kernel: LoadedKernel) -> None:

@@ -69,7 +69,7 @@ def forward_pass(bound: BoundRequest, loader: KernelLoader) -> Pass[Executor]:
     def bound_kernel(choice: LoadedKernel) -> Executor:
         q, packed = bound.tensors[0], bound.side.cu_seqlens_q
         kernel, target, binary = choice
-        launch = loader.bind(kernel, target, bound.forward_tensors(q.device), bound.extra, compiled=binary)
+        launch = loader.bind(kernel, target, bound.forward_tensors(q.device), bound.extra, binary)
         clear = None if packed is None else loader.tail_clearer(request, packed.numel() - 1, target)
         return with_copies(launcher(launch, request, q, clear), bound.copied)
 

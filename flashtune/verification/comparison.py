@@ -3,8 +3,10 @@
 The backward pass has its comparisons in `gradients/comparison.py`.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Generator, Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +16,6 @@ from flashtune.core.target import Target
 from flashtune.launch.binding import Binary, bind
 from flashtune.launch.tensors import BackwardTensors, ForwardTensors
 from flashtune.verification.cases import Case
-from flashtune.verification.gradients.inputs import Prepared as PreparedGradients
 from flashtune.verification.inputs.guarded_tensors import (
     Guarded,
     Role,
@@ -28,6 +29,10 @@ from flashtune.verification.inputs.guarded_tensors import (
 from flashtune.verification.inputs.placement import pick
 from flashtune.verification.inputs.prepared import Prepared
 from flashtune.verification.tolerance import worst_ratio
+
+if TYPE_CHECKING:
+    # Loaded for a backward pass alone.
+    from flashtune.verification.gradients.inputs import Prepared as PreparedGradients
 
 
 class Finding(NamedTuple):

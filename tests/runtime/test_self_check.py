@@ -220,8 +220,8 @@ def test_without_a_lock_every_process_checks(tmp_path: Path) -> None:
     assert checker.calls == 1
 
 
-def test_self_check_does_not_import_sqlalchemy(own_database: Path) -> None:
-    """Importing it would take longer than the check."""
+def test_self_check_imports_neither_sqlalchemy_nor_gradients(own_database: Path) -> None:
+    """Importing them would take longer than the check."""
     program = (
         "import sys\n"
         "from flashtune.db.codec import Check\n"
@@ -230,7 +230,9 @@ def test_self_check_does_not_import_sqlalchemy(own_database: Path) -> None:
         "verdict = Verdict(True, 0.5, 9, '', 'NVIDIA H200')\n"
         "versions = Versions('0', '0', '0', '0', '0', '0')\n"
         "remember_check(Check(digest='0' * 32, target='nvidia-h200', versions=versions, verdict=verdict))\n"
-        "print(*{'sqlalchemy', 'alembic', 'mako', 'optuna'} & set(sys.modules))\n"
+        "import flashtune.verification.check\n"
+        "unneeded = {'sqlalchemy', 'alembic', 'mako', 'optuna', 'flashtune.verification.gradients'}\n"
+        "print(*unneeded & set(sys.modules))\n"
     )
     answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert answer.stdout.strip() == ""

@@ -57,7 +57,6 @@ class Machine(Platform, KernelLoader):
         self.loading: Callable[[Kernel], object] = lambda kernel: None
         # Makes launches, in place of the computation on the CPU.
         self.launch: Callable[..., Any] | None = None
-        self.bind = self.bound_launch
 
     def target(self, device: torch.device) -> Target:
         return TARGET
@@ -78,20 +77,19 @@ class Machine(Platform, KernelLoader):
         """Trials of masks say whether heads are shared."""
         return self.usual if shared is None else self.usual_of_trials or self.usual
 
-    def bound_launch(
+    def bind(
         self,
         kernel: Kernel,
         target: object,
         tensors: ForwardTensors | BackwardTensors,
         side: ExtraInputs,
-        *,
-        compiled: object,
+        binary: object,
     ) -> Any:
         """A launch of the standard computation or its derivative."""
         if not self.compiles:
             raise KernelError("PTXASError: out of registers")
         if self.launch is not None:
-            return self.launch(kernel, target, tensors, side, compiled=compiled)
+            return self.launch(kernel, target, tensors, side, compiled=binary)
         self.kernels.append(kernel)
         shapes = [(tensor.shape, tensor.stride()) for tensor in tensors.planned]
 

@@ -281,15 +281,16 @@ def _binary(subject: Subject) -> tuple[str, str]:
     return subject.kernel.digest, subject.target.name
 
 
-def sample(records: Iterable[Record]) -> tuple[Record, ...]:
+def sample(records: Iterable[Record], here: str = "") -> tuple[Record, ...]:
     """Returns one record of each class of generated kernels, and every record without a config.
 
-    Records of one class have the same target, family, dtype, head dims, mask and other features. The record
-    with the first problem key represents its class, so that equal tables give equal samples.
+    Records of one class have the same architecture, family, dtype, head dims, mask and other features. The
+    record with the first problem key represents its class, so that equal tables give equal samples. Records
+    of the GPU named `here` come first.
     """
     listed = list(records)
     chosen: dict[Hashable, Record] = {}
-    for record in sorted(listed, key=lambda record: record.problem.key):
+    for record in sorted(listed, key=lambda record: (record.target != here, record.problem.key)):
         if record.config is not None:
             chosen.setdefault(_class(record), record)
     kept = {id(record) for record in chosen.values()}
@@ -297,9 +298,9 @@ def sample(records: Iterable[Record]) -> tuple[Record, ...]:
 
 
 def _class(record: Record) -> Hashable:
-    problem = record.problem
+    problem, target = record.problem, facts_of(record)
     return (
-        record.target,
+        target.arch if target else record.target,
         record.family,
         problem.dtype,
         problem.head_dim,

@@ -45,10 +45,17 @@ def test_records_of_different_classes_are_sampled(changes: dict[str, Any]) -> No
     assert sample(records) == records
 
 
-def test_records_of_two_gpus_are_sampled() -> None:
+def test_records_of_two_architectures_are_sampled() -> None:
     records = (PLAIN, msgspec.structs.replace(PLAIN, target="nvidia-a100"))
 
     assert sample(records) == records
+
+
+def test_of_two_gpus_of_an_architecture_the_one_here_is_sampled() -> None:
+    records = tuple(msgspec.structs.replace(PLAIN, target=name) for name in ("nvidia-h100", "nvidia-h200"))
+
+    for record in records:
+        assert sample(records, record.target) == (record,)
 
 
 def test_one_record_of_a_class_is_sampled_in_any_order() -> None:

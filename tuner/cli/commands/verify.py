@@ -51,7 +51,7 @@ MAX_SHOWN = 20
     "--sample",
     "sampled",
     is_flag=True,
-    help="Check one kernel for each GPU, family, dtype, head dim, mask and set of features.",
+    help="Check one kernel for each architecture, family, dtype, head dim, mask and set of features.",
 )
 @click.option(
     "--allow-unproven",
@@ -116,13 +116,15 @@ def command(
     whole = _written_table(table, db) if written else None
     tables = _tables(table, db)
     selected = _records(tables, target_name, table, db)
-    records = sample(selected) if sampled else selected
+    gpu = _gpu()
+    here = gpu[1].name if gpu else ""
+    records = sample(selected, here) if sampled else selected
     with progress_bars() as progress:
         runs = Runs(seconds, progress, hold_errors=written is not None)
         with stopped_by_signals(runs) if written else contextlib.nullcontext():
             report = verify_records(
                 records,
-                gpu=_gpu(),
+                gpu=gpu,
                 require_gpu=require_gpu,
                 same_triton=same_triton,
                 allow_unproven=allow_unproven,
