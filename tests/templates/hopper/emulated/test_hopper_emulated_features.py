@@ -1,4 +1,4 @@
-"""Tests of emulated Hopper kernels with score features and masks against a reference."""
+"""Tests of emulated Hopper kernels with features, masks, biases and block masks against a reference."""
 
 import random
 from collections.abc import Callable
@@ -7,13 +7,16 @@ from typing import Any
 import pytest
 
 from flashtune.core.kernel import Specialization
-from flashtune.core.problem import Causal, Problem
+from flashtune.core.problem import Bias, BlockLists, Causal, Problem
 from flashtune.templates.rendering import render
-from tests.problems.hopper import FAMILY, sampled_configs
-from tests.problems.kernel_cases import HOPPER
+from tests.problems.hopper import FAMILY, a_config, sampled_configs
+from tests.problems.kernel_cases import HOPPER, HOPPER_BLOCKS, HOPPER_MASKED
 from tests.templates.hopper.emulated.test_hopper_emulated import (
+    ALONE,
     CONFIGS,
     MIXED,
+    SMALL,
+    THREE,
     a_small,
     kernel_of,
     worst_error,
@@ -112,3 +115,52 @@ def test_random_features(fuzz_count: Callable[[int, int], int]) -> None:
         programs = min(chance.randint(1, 9), 9 if lengths else tiles)
         worst = worst_error(kernel, problem, programs, lengths, spare=70 if lengths else 0)
         assert worst < 1e-11, (problem, config, lengths)
+
+
+TALL = {**SMALL, "block_n": 128, "num_stages": 3, "q_stages": 2}
+PACKED = {**SMALL, "pack_gqa": 2, "q_stages": 2, "dynamic_schedule": False}
+BLOCK_CONFIGS: dict[str, tuple[int, dict[str, Any]]] = {
+    "a list of each group": (64, {**SMALL, "dynamic_schedule": False}),
+    "three groups": (128, {**THREE, "dynamic_schedule": False}),
+    "one group": (128, ALONE),
+    "one list": (128, TALL),
+    "one list, parts": (128, {**SMALL, "dynamic_schedule": False}),
+    "heads of a tile": (64, PACKED),
+}
+BLOCK_LENGTHS = [(200, 300), (420, 150), (20, 700), (300, 602)]
+
+
+@pytest.mark.slow
+@pytest.mark.sampled(every=5)
+@pytest.mark.parametrize("layout", BLOCK_CONFIGS)
+@pytest.mark.parametrize("name", HOPPER_BLOCKS)
+def test_block_masks(layout: str, name: str) -> None:
+    config = BLOCK_CONFIGS[layout][1]
+    for queries, keys in BLOCK_LENGTHS:
+        problem = a_block_mask(layout, name, queries, keys)
+        chosen = a_config(problem, **config)
+        worst = worst_error(kernel_of(problem, **config), problem, 2, config=chosen)
+        assert worst < 1e-12, (queries, keys)
+
+
+def a_block_mask(layout: str, name: str, queries: int, keys: int) -> Problem:
+    size, config = BLOCK_CONFIGS[layout]
+    causal, features = HOPPER_BLOCKS[name]
+    lists = BlockLists.GROUP if config["pack_gqa"] > 1 else BlockLists.HEAD
+    return a_small(
+        causal, seqlen_q=queries, seqlen_kv=keys, batch=2, block_mask=size, block_lists=lists, **features
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.sampled(every=5)
+@CONFIGS
+@pytest.mark.parametrize("bias", [Bias.ADDITIVE, Bias.BOOLEAN])
+@pytest.mark.parametrize("name", HOPPER_MASKED)
+def test_masks_and_biases(config: dict[str, Any], bias: Bias, name: str) -> None:
+    causal, features = HOPPER_MASKED[name]
+    for queries, keys in BLOCK_LENGTHS:
+        problem = a_small(causal, seqlen_q=queries, seqlen_kv=keys, batch=2, bias=bias, **features)
+        chosen = a_config(problem, **config)
+        worst = worst_error(kernel_of(problem, **config), problem, 3, config=chosen)
+        assert worst < 1e-12, (queries, keys)
