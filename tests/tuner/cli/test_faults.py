@@ -132,13 +132,6 @@ def test_a_full_cache_folder(setup: Place, disk: Callable[[int], tuple[Path, Cal
 
 
 @pytest.mark.slow
-def test_a_full_database_folder(setup: Place, disk: Callable[[int], tuple[Path, Callable[[], None]]]) -> None:
-    folder, limit = disk(0)
-    words = r"the disk is full, so nothing was written to .*db.sqlite: free some space|File too large"
-    setup.refused(words, {"FLASHTUNE_DB": str(folder / "db.sqlite")}, limit)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("variable", "words"),
     [
@@ -149,10 +142,6 @@ def test_a_full_database_folder(setup: Place, disk: Callable[[int], tuple[Path, 
         (
             "FLASHTUNE_CACHE_DIR",
             "the kernel cache .*/file/folder/kernels cannot be written.*FLASHTUNE_CACHE_DIR",
-        ),
-        (
-            "FLASHTUNE_DB",
-            "cannot write in the folder of the database .*/file/folder .*: name another with --db",
         ),
     ],
 )
