@@ -298,7 +298,7 @@ def test_default_strategy_finds_held_out_optima(table: TruthTable, empty: Path) 
 def test_default_strategy_is_nearer_to_the_best_than_others(empty: Path) -> None:
     medians: dict[str, list[float]] = {policy: [] for policy in ("default", "tpe", "random")}
     # Held-out optima are found for each table above.
-    for table in TABLES[::2]:
+    for table in TABLES[::3]:
         experience = experience_without(table, TABLES)
         for policy, values in medians.items():
             shares = (replayed(table, experience, policy, seed, empty) for seed in range(3))
