@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from flashtune.core.features.records import ExtraInputs
 from flashtune.core.kernel import Kernel
 from flashtune.core.layouts import STORED_DTYPES
 from flashtune.core.problem import Causal, Dtype, KvDtype, KvScale, Problem
@@ -26,6 +25,7 @@ from tests.templates.hopper.emulated.test_hopper_emulated import (
     a_small,
     broken,
     kernel_of,
+    score_inputs,
 )
 
 Lengths = list[tuple[int, int]]
@@ -111,17 +111,11 @@ def worst_error(
     chance = torch.Generator().manual_seed(3)
     queries, keys = ([pair[axis] for pair in lengths] for axis in (0, 1))
     pools = Pools(problem, keys, layout)
-    side = ExtraInputs(seqlens_kv=torch.tensor(keys, dtype=torch.int32), block_table=pools.table)
+    side = score_inputs(problem, lengths)
+    side = side._replace(seqlens_kv=torch.tensor(keys, dtype=torch.int32), block_table=pools.table)
     if problem.kv_dtype:
         k_scale, v_scale = (scale_of(problem, pools, len(keys), chance) for _ in range(2))
         side = side._replace(k_scale=k_scale, v_scale=v_scale)
-    if problem.prefix:
-        prefixes = [count * (number % 4) // 5 for number, count in enumerate(keys, 1)]
-        side = side._replace(prefix=torch.tensor(prefixes, dtype=torch.int32))
-    if problem.softcap:
-        side = side._replace(softcap=1.5)
-    if problem.sinks:
-        side = side._replace(sinks=torch.linspace(-1.0, 3.0, problem.heads, dtype=torch.float64))
     batch, rows = len(lengths), queries[0]
     if problem.packed:
         starts = torch.tensor([0, *itertools.accumulate(queries)], dtype=torch.int32)
@@ -145,7 +139,7 @@ def worst_error(
     )
     memory: tuple[Array, ...] = (q.flatten().numpy(), *pools.memory, out.view(-1).numpy())
     extra_inputs = tuple(tensor.numpy() for tensor in side.tensors)
-    numbers = (1.5,) if problem.softcap else ()
+    numbers = tuple(number for number in side.numbers if number is not None)
     emulate(kernel, like, memory, extra_inputs, lse.reshape(-1), scale, programs, numbers=numbers)
     return largest_error((out, torch.from_numpy(lse)), expected, UNTOUCHED)
 

@@ -2,37 +2,30 @@
 
 import math
 import statistics
-import time
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 from optuna.trial import FrozenTrial, TrialState
 
 from benchmarks.exhaustive.fitting import NOTHING
-from benchmarks.exhaustive.truth_table import TruthTable, fastest, read_tables
+from benchmarks.exhaustive.truth_table import TruthTable, read_tables
 from benchmarks.search_replay.baselines import POLICIES
-from benchmarks.search_replay.replay import Replay, replay_space
 from benchmarks.search_replay.replays import experience_without, portfolio, replayed
 from flashtune.core.config import Space
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Problem
 from flashtune.core.target import find_target
-from flashtune.db.store import Store, open_store
+from flashtune.db.store import open_store
 from flashtune.templates.forward_q_outer.space import Loads
 from flashtune.templates.registry import find_family
 from flashtune.tuner.candidates import Candidate, SearchTask, open_spaces
-from flashtune.tuner.search.driver import run_search
 from flashtune.tuner.search.optuna_study import TrialResult
 from flashtune.tuner.search.policy import SearchContext
 from flashtune.tuner.search.proposer import FAMILY_CHANCES, DefaultStrategy, neighbours
 from flashtune.tuner.search.ranking import rank, varied
-from flashtune.tuner.search.request import Budget, SearchRequest, SearchResult, Stop
-from flashtune.tuner.search.surrogate import CandidateGrid, Surrogate
 from flashtune.tuner.search.warm_start import OTHER_FEATURE, remoteness
-from tests.benchmarks.research.truth_fakes import a_table
 from tests.support.records import shipped_table_of
 from tests.tuner.search.fakes import FAMILY, a_config, a_problem, a_space, alike, by_tile
 
@@ -146,18 +139,6 @@ def test_neighbours_differ_on_one_axis_by_a_step() -> None:
     }
 
 
-def test_inactive_axes_take_their_first_value() -> None:
-    configs = changed(a_space(), loads=Loads.DESCRIPTOR, overlap_qk=True)
-    assert (("overlap_qk", False),) in configs
-    assert (("loads", Loads.POINTER), ("overlap_qk", False)) in configs
-
-
-def test_config_outside_the_space_has_neighbours_inside() -> None:
-    outside = a_config(block_m=512)
-    inside = list(neighbours(a_space(), outside))
-    assert {near.block_m for near in inside} == {64, 128}  # type: ignore[attr-defined]
-
-
 def test_neighbours_of_the_fastest_are_proposed_soon(scope: SearchTask) -> None:
     best = Candidate(FAMILY, a_config(block_m=128, num_warps=4))
     proposer = DefaultStrategy(scope, (best,), alike(scope), {}, seed=0)
@@ -167,74 +148,6 @@ def test_neighbours_of_the_fastest_are_proposed_soon(scope: SearchTask) -> None:
     proposed = [proposer.ask() for _ in range(4 * len(beside))]
     assert beside <= set(proposed)
     assert len(set(proposed)) == len(proposed)
-
-
-@pytest.fixture
-def pool(scope: SearchTask) -> CandidateGrid:
-    return CandidateGrid(scope, tuple(scope.candidates()))
-
-
-def test_outside_candidate_maps_to_the_nearest_free_one(pool: CandidateGrid) -> None:
-    free = np.ones(len(pool.candidates), dtype=bool)
-    outside = Candidate(FAMILY, a_config(block_m=128, num_stages=5))
-    nearest = pool.nearest(outside, free)
-    assert nearest == Candidate(FAMILY, a_config(block_m=128))
-    free[pool.places[nearest]] = False
-    assert pool.nearest(outside, free) not in {nearest, None}
-    assert pool.nearest(outside, np.zeros_like(free)) is None
-
-
-def test_measurements_override_predictions(pool: CandidateGrid) -> None:
-    predicted = [ms_of(candidate) for candidate in pool.candidates]
-    landscape = Surrogate(pool, predicted)
-    slowest = int(np.argmax(predicted))
-    expected = landscape.expected_improvements({slowest: 3 * predicted[slowest]}, ())
-    assert int(expected.argmax()) == int(np.argmin(predicted))
-
-
-def test_expected_improvement_is_small_near_failures_and_open_trials(pool: CandidateGrid) -> None:
-    landscape = Surrogate(pool, [1.0] * len(pool.candidates))
-    good, bad = 0, len(pool.candidates) - 1
-    without = landscape.expected_improvements({good: 1.0}, ())
-    assert landscape.expected_improvements({good: 1.0, bad: None}, ())[bad - 1] < without[bad - 1]
-    trying = int(without.argmax())
-    assert landscape.expected_improvements({good: 1.0}, (trying,))[trying] < 0.2 * without[trying]
-
-
-def searched(table: TruthTable, store: Store, budget: Budget, seed: int = 0) -> tuple[SearchResult, Replay]:
-    replay = Replay(table, jobs=8, seed=seed)
-    request = SearchRequest(
-        problem=table.problem,
-        target=find_target(table.target),
-        device=0,
-        budget=budget,
-        seed=seed,
-        spaces=((table.family, replay_space(table)),),
-    )
-    return run_search(request, store, equipment=replay.equipment()), replay
-
-
-def test_simulation_of_a_whole_table_finds_its_best(store: Store) -> None:
-    table = a_table()
-    result, replay = searched(table, store, Budget(None, None, None))
-    assert result.stop is Stop.EXHAUSTED
-    assert result.best is not None
-    assert result.best.ms == fastest(table)
-    assert {entry.candidate for entry in replay.tried} == {table.candidate(row) for row in table.rows}
-    assert sum(entry.true_ms is None for entry in replay.tried) == 10
-
-
-def test_seconds_are_simulated(store: Store) -> None:
-    table = a_table()
-    started = time.process_time()
-    result, replay = searched(table, store, Budget(None, 9.0, None))
-    assert result.stop is Stop.SECONDS
-    assert 9.0 <= result.seconds < 15.0
-    assert time.process_time() - started < 9.0
-    # Eight compilers of 2.5 s each keep one GPU busy that needs 0.28 s.
-    assert 15 < len(replay.tried) < 35
-    moments = [entry.seconds for entry in replay.tried]
-    assert moments == sorted(moments)
 
 
 def test_winners_of_the_same_features_are_nearer() -> None:
