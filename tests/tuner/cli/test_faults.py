@@ -109,7 +109,9 @@ def below_a_file(setup: Place) -> str:
 
 
 @pytest.mark.slow
-def test_a_full_triton_cache(setup: Place, disk: Callable[[int], tuple[Path, Callable[[], None]]]) -> None:
+def test_full_triton_cache_and_limit_of_file_sizes(
+    setup: Place, disk: Callable[[int], tuple[Path, Callable[[], None]]]
+) -> None:
     folder, limit = disk(0)
     triton = {"TRITON_CACHE_DIR": str(folder / "triton")}
     setup.refused(rf"{NO_SPACE}.*free some space|raise the limit.*; {GOES_ON}", triton, limit)
@@ -117,18 +119,18 @@ def test_a_full_triton_cache(setup: Place, disk: Callable[[int], tuple[Path, Cal
     without_tools = {"PATH": str(setup.root), "CC": "/nonexistent/cc"}
     setup.ends_well(without_tools | {"TMPDIR": below_a_file(setup)})
 
+    def small_files() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (16 << 10, 16 << 10))
+
+    more = ("--trials", "3")
+    setup.refused(r"cannot be written \(File too large\): raise the limit", {}, small_files, *COMMAND, *more)
+
 
 @pytest.mark.slow
 def test_full_temporary_folder(setup: Place, disk: Callable[[int], tuple[Path, Callable[[], None]]]) -> None:
     # Triton writes assembly and binaries there, of which the first do not fit.
     folder, limit = disk(24 << 10)
     setup.refused(rf"{NO_SPACE}.*; {GOES_ON}", {"TMPDIR": str(folder)}, limit)
-
-
-@pytest.mark.slow
-def test_a_full_cache_folder(setup: Place, disk: Callable[[int], tuple[Path, Callable[[], None]]]) -> None:
-    folder, limit = disk(0)
-    setup.refused(NO_SPACE, {"FLASHTUNE_CACHE_DIR": str(folder / "cache")}, limit)
 
 
 @pytest.mark.slow
@@ -157,17 +159,6 @@ def test_memory_limit(setup: Place, mebibytes: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (mebibytes << 20, mebibytes << 20))
 
     setup.refused(f"the limit of {mebibytes} MiB of memory is too low.*raise the limit", {}, limit)
-
-
-@pytest.mark.slow
-def test_file_size_limit(setup: Place) -> None:
-    setup.ends_well({})
-
-    def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (16 << 10, 16 << 10))
-
-    more = ("--trials", "3")
-    setup.refused(r"cannot be written \(File too large\): raise the limit", {}, limit, *COMMAND, *more)
 
 
 @pytest.mark.slow
