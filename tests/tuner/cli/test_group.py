@@ -46,12 +46,6 @@ def test_lists_of_names_import_no_torch() -> None:
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-def test_version(run: Run) -> None:
-    result = run("--version")
-    assert result.exit_code == 0
-    assert result.output.startswith("flashtune 0.")
-
-
 def show_fails(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> Result:
     @click.command("show")
     def command() -> None:
