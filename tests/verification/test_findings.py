@@ -101,7 +101,7 @@ def test_writes_around_a_workspace_are_counted(monkeypatch: pytest.MonkeyPatch) 
 BF16 = testing.problem("heads=2,kv_heads=1,seqlen_q=9,seqlen_kv=20,head_dim=64,dtype=bf16")
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def two_threads() -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
@@ -118,12 +118,14 @@ def of_a_new_thread() -> int:
     return counts[0]
 
 
+@pytest.mark.usefixtures("two_threads")
 def test_thread_count_of_other_threads_is_unchanged() -> None:
     with one_thread():
         assert (torch.get_num_threads(), of_a_new_thread()) == (1, 2)
     assert (torch.get_num_threads(), of_a_new_thread()) == (2, 2)
 
 
+@pytest.mark.usefixtures("two_threads")
 def test_thread_counts_are_per_thread() -> None:
     counts: list[tuple[int, int]] = []
 
@@ -144,6 +146,7 @@ def test_thread_counts_are_per_thread() -> None:
     assert counts == [(1, 2)]
 
 
+@pytest.mark.usefixtures("two_threads")
 def test_check_uses_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 

@@ -29,8 +29,9 @@ PROBLEM = testing.problem(
 )
 PROBLEMS = {
     "plain": PROBLEM,
-    "window": msgspec.structs.replace(PROBLEM, window_left=100),
-    "bias": msgspec.structs.replace(PROBLEM, causal=Causal.NONE, bias=Bias.ADDITIVE),
+    "window and bias": msgspec.structs.replace(
+        PROBLEM, causal=Causal.NONE, window_left=100, bias=Bias.ADDITIVE
+    ),
     "gradients": msgspec.structs.replace(PROBLEM, direction=Direction.BACKWARD),
     "gradients, packed": msgspec.structs.replace(
         PROBLEM, direction=Direction.BACKWARD, packed=900, dropout=True
