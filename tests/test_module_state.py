@@ -25,7 +25,6 @@ CACHES = ("cache", "lru_cache")
 STATE = {
     "launch/compilation.py _lock": "guards the import of rendered files and Triton's interpreter",
     "launch/tma_descriptors.py _thread": "descriptors of one thread's launches",
-    "launch/workspaces.py _kept": "GPU memory of launches, by stream",
     "core/files.py _lock_files": "a forked child closes them",
     "core/notices.py _seen_messages": "warnings of modules below all sessions",
 }
@@ -49,7 +48,6 @@ FUNCTIONS = {
     "integrations/host_library.py host_subclass": "a class is defined once",
     "integrations/operator_overrides.py _allocators": "a function of its arguments, in each served call",
     "launch/compilation.py interpreting": "Triton reads the variable once",
-    "launch/packed_tail.py _compiled": "loaded kernels stay loaded",
 }
 
 

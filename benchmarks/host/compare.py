@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-ROUNDS = 5
+ROUNDS = 9
 # A launch queue holds 1024 kernels.
 CALLS = 200
 TRAINING_CALLS = 40

@@ -36,7 +36,7 @@ from flashtune.core.target import Target, device_target
 from flashtune.dispatch.lookup import select
 from flashtune.dispatch.tables import tuned_records
 from flashtune.launch.kernel_cache import Binaries, kernel_of
-from flashtune.runtime.self_check import SelfChecks
+from flashtune.runtime.self_check import CheckTask, SelfChecks
 from flashtune.tuner.cli.output import table
 from flashtune.tuner.workloads.shapes import parse_shape
 
@@ -241,11 +241,12 @@ def _first_use(case: Case, database: Path, *, preloaded: bool = True) -> First:
     # A check does not count the garbage collection, which takes 0.15 s of a slow core by now.
     gc.collect()
     start = time.perf_counter()
-    preload = checks.preloading(kernel, problem, record.config, target, device)
+    task = CheckTask(kernel, problem, record.config, target, device)
+    preload = checks.preloading(task)
     with preload if preloaded else contextlib.nullcontext():
         binary = Binaries().of(kernel, target, device)
         loaded = time.perf_counter()
-    passed = checks.passes(kernel, problem, record.config, target, device, binary)
+    passed = checks.passes(task, binary)
     proven = time.perf_counter()
     assert passed, f"{kernel.digest} of {problem.key} fails"
     return First(1e3 * (loaded - start), 1e3 * (proven - loaded))

@@ -49,6 +49,11 @@ class Specialization(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # True in a backward pass that does not write the gradient of the additive bias, otherwise unset.
     constant_bias: bool | msgspec.UnsetType = msgspec.UNSET
 
+    @property
+    def is_best(self) -> bool:
+        """Whether kernels of all families can address the tensors."""
+        return (self.alignment, self.index_bits, self.copies_bias) == (Alignment.SIXTEEN, 32, msgspec.UNSET)
+
     def takes_descriptors(self, dtype: Dtype) -> bool:
         """Returns whether TMA can address the tensors: strides must be multiples of 16 bytes."""
         return self.alignment * dtype.itemsize >= POINTER_ALIGNMENT

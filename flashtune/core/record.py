@@ -11,7 +11,7 @@ from flashtune.core.errors import TableError
 from flashtune.core.kernel import Specialization
 from flashtune.core.mask_sharing import MaskSharing
 from flashtune.core.problem import Problem
-from flashtune.core.target import Target, TargetName
+from flashtune.core.target import Target, TargetName, names_gpu
 
 NonNegative = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
@@ -192,6 +192,12 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         """The median time, None without a measurement."""
         return self.measurement.ms if self.measurement else None
 
+    def is_proven(self, versions: Versions) -> bool:
+        """Whether the receipt is valid: the kernel passed on its GPU and runs alike under these versions."""
+        verdict = self.verdict
+        passed = verdict is not None and verdict.passed and names_gpu(self.target, verdict.device)
+        return passed and self.versions.makers == versions.makers
+
 
 class TransferEstimate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The estimated times that led to the config of an untuned shape."""
@@ -206,7 +212,7 @@ class TransferEstimate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 class Selection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The record that dispatch uses for a problem on a target, and its verification status there.
 
-    `source` is the origin: `database`, `shipped`, `nearest` or `default`. For an untuned shape, `forecast`
+    `source` is the origin: `database`, `shipped`, `estimated` or `default`. For an untuned shape, `forecast`
     has the reason for the choice.
     """
 
@@ -214,6 +220,11 @@ class Selection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     standing: VerificationStatus
     source: ShortText = "database"
     forecast: TransferEstimate | None = None
+
+    @property
+    def is_tuned(self) -> bool:
+        """Whether exactly this problem is tuned."""
+        return self.source in ("database", "shipped")
 
     @property
     def measured(self) -> Record:

@@ -8,6 +8,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from flashtune.core.errors import ProblemError
 from flashtune.core.features.records import NO_EXTRA_INPUTS, TENSORS, ExtraInputs
 from flashtune.core.kernel import POINTER_ALIGNMENT, Alignment, Specialization, specialization_of
 from flashtune.core.mask_sharing import MaskSharing
@@ -15,7 +16,7 @@ from flashtune.core.problem import Problem
 from flashtune.core.target import Target
 from flashtune.dispatch.masked_sdpa import sharing_of
 from flashtune.dispatch.platform import PLATFORM, Platform
-from flashtune.dispatch.sdpa import copies_ms, copy_ms, default_backend, seen_keys
+from flashtune.dispatch.sdpa import copy_ms, default_backend, is_unaligned, seen_keys
 from flashtune.dispatch.tables import Tables
 from flashtune.launch.compilation import interpreting
 from flashtune.launch.tensors import BackwardTensors, ForwardTensors
@@ -67,8 +68,35 @@ class BoundRequest:
 
     @classmethod
     def of(cls, call: Call, needs_grad: bool | None = None, platform: Platform = PLATFORM) -> Self:
-        """Returns the request of a call with its tensors, as `read_call`, and raises its errors."""
-        return cls(read_call(call, needs_grad), call.q, call.k, call.v, call.side, platform)
+        """Returns the request of a call with its tensors, as `read_call`, after all checks of the call."""
+        bound = cls(read_call(call, needs_grad), call.q, call.k, call.v, call.side, platform)
+        bound.check_supported()
+        return bound
+
+    def check_supported(self) -> None:
+        """Checks that some backend supports the device of the tensors and, if needed, their gradients."""
+        request, problem = self.request, self.request.problem
+        if not (request.is_double or self.platform.has_kernels(request.device)):
+            if problem.dtype.is_quantized:
+                raise ProblemError(
+                    f"the tensors are on {request.device} and {problem.dtype} is computed on a GPU alone: "
+                    "move them to one, or pass 16-bit inputs"
+                )
+            if not interpreting():
+                raise ProblemError(
+                    f"the tensors are on {request.device}: move them to a GPU, or set TRITON_INTERPRET=1 "
+                    "before the program starts to run kernels on the CPU, slowly"
+                )
+        if request.needs_grad and problem.dtype.is_quantized:
+            raise ProblemError(
+                f"attention of {problem.dtype} inputs has no backward pass and an input or a scale "
+                "requires grad: call under torch.no_grad(), or pass 16-bit inputs"
+            )
+        if request.needs_grad and problem.page_size:
+            raise ProblemError(
+                "attention of sequences in pages has no backward pass and an input requires grad: call under "
+                "torch.no_grad(), or pass dense tensors to flashtune.attention"
+            )
 
     def replaced(self, request: Request, tensors: Tensors | None = None) -> Self:
         """Returns another request with the same side inputs, and by default with the same tensors."""
@@ -82,7 +110,7 @@ class BoundRequest:
     @functools.cached_property
     def records(self) -> Tables:
         """The tuned records of the GPU."""
-        return self.platform.records(self.target)
+        return self.platform.records(self.target.name)
 
     @functools.cached_property
     def views(self) -> Tensors:
@@ -123,7 +151,7 @@ class BoundRequest:
     @property
     def sdpa_copies_ms(self) -> float:
         """The time of the copies of unaligned tensors that SDPA gets, in ms."""
-        return copies_ms(self.sdpa_views, self.target)
+        return copy_ms([view for view in self.sdpa_views if is_unaligned(view)], self.target)
 
     @functools.cached_property
     def copied(self) -> tuple[bool, bool, bool]:

@@ -77,7 +77,6 @@ class Decision(msgspec.Struct, frozen=True):
 def choose(bound: BoundRequest) -> tuple[Decision, ...]:
     """Returns the decision for each pass of a request: forward and, if it needs gradients, backward."""
     request = bound.request
-    check_supported(bound)
     simple = _without_lookup(request)
     if simple is not None:
         return _for_all_passes(request, simple)
@@ -91,37 +90,11 @@ def choose(bound: BoundRequest) -> tuple[Decision, ...]:
         return _for_all_passes(request, Decision(baseline(request), str(error), target))
 
 
-def check_supported(bound: BoundRequest) -> None:
-    """Checks that some backend supports the device of the tensors and, if needed, their gradients."""
-    request, problem = bound.request, bound.request.problem
-    if not (request.is_double or bound.platform.has_kernels(request.device)):
-        if problem.dtype.is_quantized:
-            raise ProblemError(
-                f"the tensors are on {request.device} and {problem.dtype} is computed on a GPU alone: "
-                "move them to one, or pass 16-bit inputs"
-            )
-        if not interpreting():
-            raise ProblemError(
-                f"the tensors are on {request.device}: move them to a GPU, or set TRITON_INTERPRET=1 before "
-                "the program starts to run kernels on the CPU, slowly"
-            )
-    if request.needs_grad and problem.dtype.is_quantized:
-        raise ProblemError(
-            f"attention of {problem.dtype} inputs has no backward pass and an input or a scale "
-            "requires grad: call under torch.no_grad(), or pass 16-bit inputs"
-        )
-    if request.needs_grad and problem.page_size:
-        raise ProblemError(
-            "attention of sequences in pages has no backward pass and an input requires grad: call under "
-            "torch.no_grad(), or pass dense tensors to flashtune.attention"
-        )
-
-
 def _without_lookup(request: Request) -> Decision | None:
     """Returns the decision for a request that no record can serve, else None."""
-    valueless = without_values(request)
-    if valueless is not None:
-        return valueless
+    if not request.has_values:
+        reason = "there is nothing to attend to" if request.is_empty else "meta tensors have no values"
+        return Decision(Backend.NONE, reason)
     if request.is_double:
         return Decision(Backend.UNFUSED, DOUBLE)
     if request.needs_grad or request.prefer is Prefer.GENERATED:
@@ -131,13 +104,6 @@ def _without_lookup(request: Request) -> Decision | None:
     if not unknown:
         return None
     return Decision(Backend.UNFUSED, f"no kernel family computes {' and '.join(unknown)}")
-
-
-def without_values(request: Request) -> Decision | None:
-    """Returns the decision for a request without queries or keys, or on the meta device."""
-    if request.is_empty:
-        return Decision(Backend.NONE, "there is nothing to attend to")
-    return Decision(Backend.NONE, "meta tensors have no values") if request.device.type == "meta" else None
 
 
 def _for_all_passes(request: Request, decision: Decision) -> tuple[Decision, ...]:
@@ -163,12 +129,15 @@ def _of_kernels(bound: BoundRequest) -> tuple[Decision, ...]:
         select(key.problem, target, bound.records, key.specialization, generated=generated)
         for key in bound.passes
     )
-    instead = _of_peer(bound, selections)
-    if instead is not None:
-        backend, reason = instead
+    peer = None
+    if not (request.prefer is Prefer.GENERATED or request.return_lse):
+        peer = (_faster_peer_of_pair if request.needs_grad else _faster_peer)(bound, *selections)
+    if peer is not None:
+        backend, reason = peer_backend(peer), _peer_reason(bound, peer, selections)
         return tuple(Decision(backend, reason, target, selection) for selection in selections)
-    passed_over = "" if request.needs_grad else _passed_over(bound, selections[0], generated)
-    start = passed_over + copy_words(bound.copied)
+    start = copy_words(bound.copied)
+    if not (request.needs_grad or bound.forward_properties.is_best):
+        start = _passed_over(bound, selections[0], generated) + start
     return tuple(
         Decision(Backend.GENERATED, start + selection_source(selection), target, selection)
         for selection in selections
@@ -184,23 +153,6 @@ def _interpreted(passes: Iterable[KernelKey]) -> tuple[Decision, ...]:
     target, reason = find_target(INTERPRETED_TARGET), "TRITON_INTERPRET=1 runs kernels on the CPU"
     selections = (default_selection(key.problem, target, key.specialization) for key in passes)
     return tuple(Decision(Backend.INTERPRETER, reason, target, selection) for selection in selections)
-
-
-def _of_peer(bound: BoundRequest, selections: Sequence[Selection]) -> tuple[Backend, str] | None:
-    """Returns the baseline that replaces the kernels of all passes, and the reason, or None."""
-    request = bound.request
-    if request.prefer is Prefer.GENERATED or request.return_lse:
-        return None
-    if request.needs_grad:
-        peer = _faster_peer_of_pair(bound, *selections)
-        return None if peer is None else (peer_backend(peer), peer_reason(peer, *selections))
-    (selection,) = selections
-    peer = _faster_peer(bound, selection)
-    if peer is None:
-        return None
-    backend, sharing = peer_backend(peer), bound.sharing
-    is_timed = backend is Backend.SDPA and shared_time(selection.measured, sharing) is not None
-    return backend, peer_reason(peer, selection, sharing=sharing if is_timed else None)
 
 
 def _faster_peer(bound: BoundRequest, selection: Selection) -> str | None:
@@ -272,13 +224,12 @@ def peer_backend(peer: str) -> Backend:
     return Backend.UNFUSED if peer == UNFUSED else Backend.SDPA
 
 
-def peer_reason(peer: str, *passes: Selection, sharing: MaskSharing | None = None) -> str:
-    """Returns the reason for a baseline in one pass or both, as one clause.
-
-    `sharing` is the way in which the mask is shared, if times with such a mask were compared.
-    """
-    condition = ", both passes together" if len(passes) > 1 else ""
-    if sharing is not None:
+def _peer_reason(bound: BoundRequest, peer: str, passes: Sequence[Selection]) -> str:
+    """Returns the reason for a baseline in one pass or both, as one clause."""
+    condition, sharing = "", bound.sharing
+    if len(passes) > 1:
+        condition = ", both passes together"
+    elif peer_backend(peer) is Backend.SDPA and shared_time(passes[0].measured, sharing) is not None:
         condition = f" with a mask shared over {sharing}"
     if all(selection.forecast is None and selection.source != "default" for selection in passes):
         return f"{peer} was measured as fast or faster{condition}"
@@ -287,8 +238,6 @@ def peer_reason(peer: str, *passes: Selection, sharing: MaskSharing | None = Non
 
 def _passed_over(bound: BoundRequest, selection: Selection, generated: bool) -> str:
     """Returns the reason for not using the selection for tensors that all families can address."""
-    if msgspec.structs.replace(bound.forward_properties, lse=BEST_TENSORS.lse) == BEST_TENSORS:
-        return ""
     best = select(bound.request.problem, bound.target, bound.records, BEST_TENSORS, generated=generated)
     if best.record == selection.record:
         return ""

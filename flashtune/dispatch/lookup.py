@@ -29,11 +29,10 @@ from flashtune.dispatch.nearest import (
     WHOLE_FAMILY,
     is_far,
     may_split,
-    same_computation,
     tuned_alike,
 )
 from flashtune.dispatch.tables import Tables
-from flashtune.dispatch.versions import current_versions, is_proven
+from flashtune.dispatch.versions import current_versions
 from flashtune.launch.compilation import interpreting
 from flashtune.templates.family import Family, unsupported_reason
 from flashtune.templates.registry import families, find_family
@@ -70,13 +69,10 @@ def select(
             return not generated
         return unsupported_reason(find_family(record.family), problem, target, specialization) is None
 
-    for same in same_computation(problem):
-        entry = tables.find(same.key, serves)
-        if entry is not None:
-            source, record = entry
-            return Selection(
-                record=record, standing=_standing(record, VerificationStatus.TIMED), source=source
-            )
+    entry = tables.find(problem, serves)
+    if entry is not None:
+        source, record = entry
+        return _selected(record, source, VerificationStatus.TIMED)
     tuned = tuple(record for record in tables.effective() if record.config)
     expected = forecast(problem, tuned, target, serves)
     if expected is None:
@@ -84,17 +80,17 @@ def select(
         expected = forecast_related(problem, tuned, target, serves, default.record.family)
     if expected is not None and not _is_new_phase(problem, *expected):
         record, why = expected
-        standing = _standing(record, VerificationStatus.VERIFIED)
-        return Selection(record=record, standing=standing, source="estimated", forecast=why)
+        return _selected(record, "estimated", VerificationStatus.VERIFIED, why)
     return default_selection(problem, target, specialization)
 
 
-def _standing(record: Record, best: VerificationStatus) -> VerificationStatus:
-    if record.config is None:
-        return best
-    if is_proven(record, current_versions(record.family)):
-        return best
-    return VerificationStatus.UNPROVEN
+def _selected(
+    record: Record, source: str, best: VerificationStatus, why: TransferEstimate | None = None
+) -> Selection:
+    """Returns the selection of a record. Without a valid receipt, a kernel is unproven here."""
+    proven = record.config is None or record.is_proven(current_versions(record.family))
+    standing = best if proven else VerificationStatus.UNPROVEN
+    return Selection(record=record, standing=standing, source=source, forecast=why)
 
 
 def _is_new_phase(problem: Problem, record: Record, why: TransferEstimate) -> bool:
@@ -208,6 +204,4 @@ def nearest_selection(selection: Selection) -> Selection | None:
     if not tuned_alike(selection.record.problem, (why.nearest,)):
         # The kernel of that shape is for another type or head dim.
         return None
-    return Selection(
-        record=why.nearest, standing=_standing(why.nearest, VerificationStatus.VERIFIED), source="estimated"
-    )
+    return _selected(why.nearest, "estimated", VerificationStatus.VERIFIED)

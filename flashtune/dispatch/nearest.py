@@ -7,6 +7,7 @@ import msgspec
 
 from flashtune.core.problem import Causal, Problem
 from flashtune.core.record import Record
+from flashtune.dispatch.tables import same_computation
 from flashtune.templates.common.model.traffic import unpacked
 
 # Length scale of the corrections of launch times, in steps of a factor of two.
@@ -35,22 +36,6 @@ def is_short_prompt(record: Record, problem: Problem) -> bool:
     """Whether a record's kernel splits keys and a problem has many queries and keys that are not worth it."""
     many = problem.seqlen_q > FEW_QUERIES and not problem.mla
     return record.family == DECODING_FAMILY and many and not may_split(problem)
-
-
-def same_computation(problem: Problem) -> tuple[Problem, ...]:
-    """Returns a problem and the problems with another causal mask that compute the same, itself first.
-
-    With equal lengths, both alignments are the same mask. A single query aligned bottom-right sees all keys.
-    If each sequence has its own lengths, equal maximum lengths do not count.
-    """
-    ragged = problem.packed or problem.kv_lengths or problem.page_size
-    square = problem.seqlen_q == problem.seqlen_kv and not ragged
-    names = [problem.causal]
-    if square and problem.causal is not Causal.NONE:
-        names += [Causal.BOTTOM_RIGHT, Causal.TOP_LEFT]
-    if problem.seqlen_q == 1 and (problem.causal is not Causal.TOP_LEFT or square):
-        names += [Causal.NONE, Causal.BOTTOM_RIGHT]
-    return tuple(msgspec.structs.replace(problem, causal=name) for name in dict.fromkeys(names))
 
 
 def tuned_alike(problem: Problem, records: Iterable[Record]) -> list[Record]:

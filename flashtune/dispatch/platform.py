@@ -1,5 +1,7 @@
 """The facts about this machine on which the choice of kernels depends."""
 
+from collections.abc import Callable
+
 import torch
 
 from flashtune.core.target import Target, device_target
@@ -11,6 +13,7 @@ from flashtune.dispatch.tables import Tables, tuned_records
 class Platform:
     """The GPUs, their tuned records, and the backend that SDPA selects. Tests pass others."""
 
+    records: Callable[[str], Tables] = staticmethod(tuned_records)
     sdpa_backend = staticmethod(chosen_backend)
 
     def __init__(self) -> None:
@@ -19,10 +22,6 @@ class Platform:
     def target(self, device: torch.device) -> Target:
         """Returns the GPU of a device, which is the current one without an index."""
         return device_target(torch.cuda.current_device() if device.index is None else device.index)
-
-    def records(self, target: Target) -> Tables:
-        """Returns the tuned records of a GPU."""
-        return tuned_records(target.name)
 
     def has_kernels(self, device: torch.device) -> bool:
         """Whether kernels run on a device. Meta tensors have no values, so that nothing runs."""

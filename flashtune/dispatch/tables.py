@@ -11,6 +11,7 @@ import msgspec
 
 from flashtune.core.errors import StoreError, UsageError
 from flashtune.core.notices import warn_once
+from flashtune.core.problem import Causal, Problem
 from flashtune.core.record import Outcome, Provenance, Record
 from flashtune.db.eligibility import by_problem, serves_any_tensors
 from flashtune.dispatch.versions import current_versions
@@ -27,13 +28,17 @@ class Tables(msgspec.Struct, frozen=True):
     shipped: dict[str, tuple[Record, ...]]
 
     def find(
-        self, key: str, serves: Callable[[Record], bool] = lambda record: True
+        self, problem: Problem, serves: Callable[[Record], bool] = lambda record: True
     ) -> tuple[str, Record] | None:
-        """Returns the first record of a problem that serves, and its source. User records come first."""
-        for source, records in (("database", self.database), ("shipped", self.shipped)):
-            for record in records.get(key, ()):
-                if serves(record):
-                    return source, record
+        """Returns the first record of the same computation that serves, and its source.
+
+        Records of the problem itself come first, and of these the user's.
+        """
+        for same in same_computation(problem):
+            for source, records in (("database", self.database), ("shipped", self.shipped)):
+                for record in records.get(same.key, ()):
+                    if serves(record):
+                        return source, record
         return None
 
     def effective(self) -> tuple[Record, ...]:
@@ -47,6 +52,22 @@ class Tables(msgspec.Struct, frozen=True):
             yield record
             if serves_any_tensors(record):
                 return
+
+
+def same_computation(problem: Problem) -> tuple[Problem, ...]:
+    """Returns a problem and the problems with another causal mask that compute the same, itself first.
+
+    With equal lengths, both alignments are the same mask. A single query aligned bottom-right sees all keys.
+    If each sequence has its own lengths, equal maximum lengths do not count.
+    """
+    ragged = problem.packed or problem.kv_lengths or problem.page_size
+    square = problem.seqlen_q == problem.seqlen_kv and not ragged
+    names = [problem.causal]
+    if square and problem.causal is not Causal.NONE:
+        names += [Causal.BOTTOM_RIGHT, Causal.TOP_LEFT]
+    if problem.seqlen_q == 1 and (problem.causal is not Causal.TOP_LEFT or square):
+        names += [Causal.NONE, Causal.BOTTOM_RIGHT]
+    return tuple(msgspec.structs.replace(problem, causal=name) for name in dict.fromkeys(names))
 
 
 @functools.cache

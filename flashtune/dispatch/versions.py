@@ -4,8 +4,7 @@ from pathlib import Path
 
 from flashtune.core import VERSION
 from flashtune.core.machine import torch_version, triton_version
-from flashtune.core.record import Record, Versions
-from flashtune.core.target import names_gpu
+from flashtune.core.record import Versions
 from flashtune.templates.registry import template_hash
 
 NVIDIA_DRIVER = Path("/sys/module/nvidia/version")
@@ -23,22 +22,6 @@ def current_versions(family_name: str) -> Versions:
         triton=triton_version(),
         ptxas=_ptxas_version(),
         driver=driver_version(),
-    )
-
-
-def same_makers(first: Versions, other: Versions) -> bool:
-    """Whether binaries are the same and run alike under two sets of versions."""
-    return first.makers == other.makers
-
-
-def is_proven(record: Record, here: Versions) -> bool:
-    """Whether a record's receipt is valid: the kernel passed on its GPU with these versions."""
-    verdict = record.verdict
-    return (
-        verdict is not None
-        and verdict.passed
-        and names_gpu(record.target, verdict.device)
-        and same_makers(record.versions, here)
     )
 
 

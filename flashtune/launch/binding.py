@@ -6,28 +6,25 @@ passes addresses, numbers and those integers to the driver.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from flashtune.core.features.records import NO_EXTRA_INPUTS, NUMBERS, ExtraInputs
+from flashtune.core.kernel import Argument, Kernel
+from flashtune.core.target import Target
 from flashtune.launch.compilation import compile_kernel, interpreting, load_module
 from flashtune.launch.launch import Launch, Stage, interpreted_launch_of, launch_of
 from flashtune.launch.launcher import interpreted_queue, queue_of
 from flashtune.launch.tensors import BackwardTensors, ForwardTensors
 from flashtune.launch.tma_descriptors import DescriptorArguments, typed, without_memory
-from flashtune.launch.workspaces import Workspaces, allocate_workspace
+from flashtune.launch.workspaces import Allocate, Kept, Workspaces, allocate_workspace
 from flashtune.request.quantization import E4M3, unit_scales
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from triton.compiler import CompiledKernel
-
-    from flashtune.core.kernel import Argument, Kernel
-    from flashtune.core.target import Target
-    from flashtune.launch.workspaces import Allocate
 
 # The names of a backward pass's workspaces begin so and end with the workspace's index.
 WORKSPACE = "workspace_"
@@ -50,11 +47,13 @@ def bind(
     *,
     compiled: Binary | None = None,
     allocate: Allocate = allocate_workspace,
+    kept: Kept | None = None,
 ) -> Launch:
     """Returns the launch of a kernel for tensors of these shapes: loads, compiles and plans.
 
     Tensors and extra inputs have the strides and lengths of later calls. With `compiled`, many shapes share
-    one binary. Verification allocates poisoned workspaces.
+    one binary. With `kept`, launches share the memory of workspaces. Verification allocates poisoned
+    workspaces.
     """
     module = load_module(kernel)
     quantized = tensors.q.dtype is E4M3
@@ -91,7 +90,7 @@ def bind(
         ),
         fields,
         device,
-        Workspaces(workspaces, device, allocate) if workspaces else None,
+        Workspaces(workspaces, device, allocate, kept) if workspaces else None,
         tuple(patterns),
         arguments,
         unit_scales(tensors.q) if quantized else None,

@@ -4,21 +4,17 @@ Arguments have names: fields of `ForwardTensors` or `BackwardTensors`, of `Extra
 and `scale`. Each kernel takes the arguments that it names, so families can divide the work as they like.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flashtune.core.features.records import NO_EXTRA_INPUTS, NUMBERS, ExtraInputs
 from flashtune.launch.launcher import Queue, current_device, current_stream
-
-if TYPE_CHECKING:
-    from flashtune.launch.tma_descriptors import DescriptorArguments
-    from flashtune.launch.workspaces import Allocate, Workspaces
+from flashtune.launch.tma_descriptors import DescriptorArguments
+from flashtune.launch.workspaces import Allocate, Workspaces
 
 # A scale of zero means plain averages. As a factor of -inf it would give NaN.
 MIN_SCALE = 1e-30

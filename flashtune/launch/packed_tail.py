@@ -7,26 +7,20 @@ Only the device knows where the last sequence ends. A kernel reads it, so that t
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 # ruff: noqa: ANN001, ANN201
 
-from __future__ import annotations
-
-import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from flashtune.core.errors import KernelError, MachineError
 from flashtune.core.layouts import DTYPES
 from flashtune.core.machine import machine_errors
+from flashtune.core.target import Target
 from flashtune.launch.compilation import first_line
 from flashtune.launch.launcher import current_stream, queue_of
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
-    from flashtune.core.target import Target
 
 # Columns that a program clears at once, and the largest number of programs.
 COLUMNS = tl.constexpr(256)
@@ -51,12 +45,12 @@ def clear_tail(out, lse, starts, sequences, tokens, heads, width, has_lse):
             tl.store(lse + row % heads * tokens + row // heads, float("-inf"))
 
 
-def tail_clearer(out: Tensor, has_lse: bool, sequences: int, target: Target, device: torch.device) -> Clear:
-    """Returns the function for contiguous outputs like `out`, and loads its kernel."""
+def tail_clearer(compiled: Any, out: Tensor, has_lse: bool, sequences: int, device: torch.device) -> Clear:
+    """Returns the function for contiguous outputs like `out`, and loads the kernel of `compile_clear`."""
     tokens, heads, width = out.shape
     grid = (min(PROGRAMS, max(1, tokens * heads)),)
     integers = (sequences, tokens, heads, width, int(has_lse))
-    queue = queue_of(_compiled(DTYPES[out.dtype].value, target), grid, integers, device)
+    queue = queue_of(compiled, grid, integers, device)
     index = device.index
 
     def clear(out: Tensor, lse: Tensor | None, starts: Tensor) -> None:
@@ -71,11 +65,11 @@ def tail_clearer(out: Tensor, has_lse: bool, sequences: int, target: Target, dev
     return clear
 
 
-@functools.cache
-def _compiled(dtype: str, target: Target) -> Any:
+def compile_clear(dtype: torch.dtype, target: Target) -> Any:
+    """Returns the binary for outputs of a type."""
     from triton.compiler import ASTSource
 
-    pointers = {"out": f"*{dtype}", "lse": "*fp32", "starts": "*i32"}
+    pointers = {"out": f"*{DTYPES[dtype].value}", "lse": "*fp32", "starts": "*i32"}
     source = ASTSource(clear_tail, pointers | dict.fromkeys(NUMBERS, "i32"), {}, {})
     options = {"num_warps": WARPS, "num_stages": 1}
     try:

@@ -1,11 +1,8 @@
 """The tensors of a launch, by name."""
 
-from __future__ import annotations
+from typing import NamedTuple
 
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from torch import Tensor
 
 
 class ForwardTensors(NamedTuple):

@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import inspect
 import threading
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,8 +19,6 @@ from torch import Tensor
 from flashtune.core.errors import KernelError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 # The largest number of cached addresses, per tensor and in combination. A full cache is cleared.

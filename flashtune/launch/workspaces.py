@@ -44,7 +44,12 @@ class Memory(NamedTuple):
 
 
 # Memory that no launch holds, by device and stream.
-_kept: defaultdict[torch.device, defaultdict[int, list[Memory]]] = defaultdict(lambda: defaultdict(list))
+Kept = defaultdict[torch.device, defaultdict[int, list[Memory]]]
+
+
+def kept_memory() -> Kept:
+    """Returns a new set of memory, which launches may share."""
+    return defaultdict(lambda: defaultdict(list))
 
 
 def allocate_workspace(shape: tuple[int, ...], device: torch.device) -> Tensor:
@@ -69,10 +74,12 @@ class Workspaces:
         shapes: dict[str, tuple[int, ...]],
         device: torch.device,
         allocate: Allocate = allocate_workspace,
+        kept: Kept | None = None,
     ) -> None:
         """Plans one piece of memory for all workspaces. With a custom `allocate`, each has its own.
 
         `shapes` has the shape of each workspace, by name. `allocate` returns the memory of one workspace.
+        `kept` has the memory that other launches left, by default none.
         """
         self.names = tuple(shapes)
         self._shapes = tuple(shapes.values())
@@ -86,7 +93,7 @@ class Workspaces:
             self._offsets.append(self._size)
             self._size += -(-math.prod(shape) * FLOAT32 // BORDER) * BORDER
         # A device's hash costs host time, so calls do not look it up.
-        self._kept = _kept[device]
+        self._kept = (kept_memory() if kept is None else kept)[device]
         if self._allocate is None:
             self._new = allocator(torch.empty(self._size, dtype=torch.uint8, device="meta"), device)
 

@@ -63,6 +63,11 @@ class Request(msgspec.Struct, frozen=True):
         return 0 in (self.problem.batch, self.rows, self.problem.seqlen_kv)
 
     @property
+    def has_values(self) -> bool:
+        """Whether there is something to compute. Meta tensors have no values."""
+        return not self.is_empty and self.device.type != "meta"
+
+    @property
     def rows(self) -> int:
         """Queries per sequence, or of the whole varlen batch."""
         return self.tokens if self.problem.packed else self.problem.seqlen_q

@@ -49,7 +49,9 @@ def differentiated(request: Request, call: Call, forward: Forward) -> Result:
     The request is that of the call, with gradients. The call's scale is not negative. `forward` returns the
     result of such a call by an operator.
     """
-    _, decision = choose(TracedRequest(_hinted(request), call.q, call.k, call.v, call.side, SESSION.platform))
+    bound = TracedRequest(_hinted(request), call.q, call.k, call.v, call.side, SESSION.platform)
+    bound.check_supported()
+    _, decision = choose(bound)
     if not decision.generated:
         return baseline_of(decision, request)(call.q, call.k, call.v, call.scale, call.side)
     options = call.options._replace(return_lse=request.return_lse, deterministic=request.deterministic)

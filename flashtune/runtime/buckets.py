@@ -16,14 +16,13 @@ from flashtune.core.mask_sharing import MaskSharing
 from flashtune.core.problem import Problem
 from flashtune.core.target import Target
 from flashtune.dispatch.bound_request import BoundRequest, KernelKey
-from flashtune.dispatch.decision import BEST_TENSORS, Decision, choose_over
-from flashtune.dispatch.nearest import same_computation
+from flashtune.dispatch.decision import Decision, choose_over
 from flashtune.dispatch.tables import Tables
 from flashtune.launch.compiler_process import CompilerProcess
 from flashtune.request.request import Executor, Request
 from flashtune.runtime.gradients import BackwardExecutor
 from flashtune.runtime.kernel_loader import KernelLoader, LoadedKernel
-from flashtune.runtime.passes import Pass, clearer_of, joined, passes_of, prepared
+from flashtune.runtime.passes import Pass, joined, passes_of, prepared
 from flashtune.runtime.value_checks import with_checks
 from flashtune.templates.family import unsupported_reason
 from flashtune.templates.registry import find_family
@@ -77,9 +76,7 @@ class TunedDevice:
 
     def has(self, problem: Problem) -> bool:
         """Whether exactly this problem is tuned."""
-        return _extents(problem) in self._extents and any(
-            self.records.find(same.key) for same in same_computation(problem)
-        )
+        return _extents(problem) in self._extents and self.records.find(problem) is not None
 
 
 def _extents(problem: Problem) -> tuple[int, ...]:
@@ -129,10 +126,7 @@ class Entry:
     @property
     def has_best_tensors(self) -> bool:
         """Whether kernels may assume the most of the tensors."""
-        return all(
-            msgspec.structs.replace(assumed, lse=False, constant_bias=msgspec.UNSET) == BEST_TENSORS
-            for assumed in self.properties
-        )
+        return all(assumed.is_best for assumed in self.properties)
 
 
 # The entry of all calls that no kernel computes.
@@ -158,7 +152,7 @@ def choices_of(
         return decisions
     if request.problem.packed:
         # Calls that bind another clearer need no compilation then.
-        clearer_of(request, request.problem.batch, device.target)
+        loader.tail_clearer(request, request.problem.batch, device.target)
     kernels: list[Choice] = []
     for decision, kernel_key in zip(decisions, key.passes, strict=True):
         assert decision.selection is not None

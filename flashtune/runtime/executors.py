@@ -64,9 +64,21 @@ def launcher(
             clear_tail(out, lse, side.cu_seqlens_q)
         return out if lse is None else (out, lse)
 
+    kind = (out_like.shape, out_like.stride(), out_like.dtype, q.device)
+
+    def write(out: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float | None, side: ExtraInputs) -> bool:
+        """Launches the kernel with another output, and returns whether it can be written."""
+        form = out.shape, out.stride(), out.dtype, out.device
+        if form != kind or out.data_ptr() % POINTER_ALIGNMENT:
+            return False
+        if index is not None and current_device() != index:
+            with torch.cuda.device(index):
+                return write(out, q, k, v, scale, side)
+        launch((q, k, v, out, None), default_scale if scale is None else scale, side)
+        return True
+
     if new_lse is None:
-        # Launches the kernel with another output, and returns whether it can be written.
-        run.write = _writer(launch, default_scale, out_like, q.device)  # type: ignore[attr-defined]
+        run.write = write  # type: ignore[attr-defined]
     return run
 
 
@@ -95,22 +107,6 @@ def copies_of(
         for tensor, flag in zip(tensors, flags, strict=True)
     )
     return q, k, v
-
-
-def _writer(launch: Launch, default_scale: float, like: Tensor, device: torch.device) -> Callable[..., bool]:
-    kind, index = (like.shape, like.stride(), like.dtype, device), device.index
-
-    def write(out: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float | None, side: ExtraInputs) -> bool:
-        form = out.shape, out.stride(), out.dtype, out.device
-        if form != kind or out.data_ptr() % POINTER_ALIGNMENT:
-            return False
-        if index is not None and current_device() != index:
-            with torch.cuda.device(index):
-                return write(out, q, k, v, scale, side)
-        launch((q, k, v, out, None), default_scale if scale is None else scale, side)
-        return True
-
-    return write
 
 
 def write_output(

@@ -1,8 +1,11 @@
 """Compiles, loads, checks and binds the kernels of calls."""
 
-from typing import NamedTuple
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import msgspec
+import torch
 
 from flashtune.core.caches import keep
 from flashtune.core.errors import VerificationError
@@ -14,7 +17,11 @@ from flashtune.launch.binding import Binary, bind
 from flashtune.launch.compilation import is_compiled
 from flashtune.launch.compiler_process import CompilerProcess
 from flashtune.launch.kernel_cache import Binaries, kernel_of
-from flashtune.runtime.self_check import SelfChecks
+from flashtune.launch.launch import Launch
+from flashtune.launch.workspaces import kept_memory
+from flashtune.request.request import Request
+from flashtune.runtime.executors import clear_tail_on_cpu
+from flashtune.runtime.self_check import CheckTask, SelfChecks
 
 # Maximum number of cached kernels: rendered ones, and those of calls with features. A model has a few.
 KERNELS_LIMIT = 1024
@@ -31,8 +38,6 @@ class LoadedKernel(NamedTuple):
 class KernelLoader:
     """Compiles, loads, checks and binds kernels. Tests pass another one."""
 
-    bind = staticmethod(bind)
-
     def __init__(self, checks: SelfChecks | None = None) -> None:
         self.checks = checks or SelfChecks()
         self.binaries = Binaries()
@@ -40,6 +45,10 @@ class KernelLoader:
         self.rendered: dict[tuple[object, ...], Kernel] = {}
         # The kernels of calls with features. Numbers of packed tokens are often new.
         self.loaded: dict[KernelKey, LoadedKernel] = {}
+        # The binaries that clear rows after the last packed sequence.
+        self.clearing: dict[tuple[torch.dtype, Target], Any] = {}
+        # Binds a loaded kernel. All launches share the memory of workspaces.
+        self.bind: Callable[..., Launch] = functools.partial(bind, kept=kept_memory())
 
     def load(self, selection: Selection, target: Target, key: KernelKey) -> LoadedKernel:
         """Returns the loaded kernel of a selection, after a self-check unless a receipt covers it."""
@@ -49,9 +58,10 @@ class KernelLoader:
         if selection.proves(kernel.digest):
             return LoadedKernel(kernel, target, self.binaries.of(kernel, target, key.device))
         problem = msgspec.structs.replace(key.problem, causal=record.problem.causal)
-        with self.checks.preloading(kernel, problem, record.config, target, key.device):
+        task = CheckTask(kernel, problem, record.config, target, key.device)
+        with self.checks.preloading(task):
             binary = self.binaries.of(kernel, target, key.device)
-        if not self.checks.passes(kernel, problem, record.config, target, key.device, binary):
+        if not self.checks.passes(task, binary):
             raise VerificationError(
                 f"the {record.family} kernel for {key.problem.key} failed its self-check on {target.name}"
             )
@@ -77,10 +87,22 @@ class KernelLoader:
             if kernel is not None:
                 keep(self.rendered, key, kernel, KERNELS_LIMIT)
 
+    def tail_clearer(self, request: Request, sequences: int, target: Target) -> Callable[..., None]:
+        """Returns the function that clears rows after the last packed sequence, and loads its kernel."""
+        if request.device.type == "cpu":
+            return clear_tail_on_cpu
+        from flashtune.launch.packed_tail import compile_clear, tail_clearer
+
+        out = request.out_like
+        binary = self.clearing.get((out.dtype, target))
+        if binary is None:
+            binary = compile_clear(out.dtype, target)
+            keep(self.clearing, (out.dtype, target), binary)
+        return tail_clearer(binary, out, request.return_lse, sequences, request.device)
+
     def remember(self, key: KernelKey, kernel: LoadedKernel) -> None:
         """Caches the kernel of a call with features, for later calls with the same key."""
-        if key.problem.features:
-            keep(self.loaded, key, kernel, KERNELS_LIMIT)
+        keep(self.loaded, key, kernel, KERNELS_LIMIT)
 
 
 def _computation(record: Record, specialization: Specialization, target: Target) -> tuple[object, ...]:

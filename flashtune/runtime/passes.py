@@ -5,6 +5,7 @@ become one.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -17,10 +18,10 @@ from flashtune.dispatch.bound_request import BoundRequest, KernelKey
 from flashtune.dispatch.decision import Backend, Decision
 from flashtune.dispatch.lookup import default_selections, nearest_selection
 from flashtune.dispatch.nearest import is_far
-from flashtune.request.request import Executor, Prefer, Request
+from flashtune.request.request import Executor, Prefer
 from flashtune.runtime.autograd import Pair, ServeAll, differentiable, with_side
 from flashtune.runtime.backward_executors import BoundBackward, interpreted_backward
-from flashtune.runtime.executors import clear_tail_on_cpu, interpreted, launcher, with_copies
+from flashtune.runtime.executors import interpreted, launcher, with_copies
 from flashtune.runtime.gradients import BackwardExecutor
 from flashtune.runtime.kernel_loader import KernelLoader, LoadedKernel
 
@@ -69,7 +70,7 @@ def forward_pass(bound: BoundRequest, loader: KernelLoader) -> Pass[Executor]:
         q, packed = bound.tensors[0], bound.side.cu_seqlens_q
         kernel, target, binary = choice
         launch = loader.bind(kernel, target, bound.forward_tensors(q.device), bound.extra, compiled=binary)
-        clear = None if packed is None else clearer_of(request, packed.numel() - 1, target)
+        clear = None if packed is None else loader.tail_clearer(request, packed.numel() - 1, target)
         return with_copies(launcher(launch, request, q, clear), bound.copied)
 
     return Pass(
@@ -78,15 +79,6 @@ def forward_pass(bound: BoundRequest, loader: KernelLoader) -> Pass[Executor]:
         bound_kernel,
         lambda decision: functools.partial(interpreted, decision, request),
     )
-
-
-def clearer_of(request: Request, sequences: int, target: Target) -> Callable[..., None]:
-    """Returns the function that clears rows after the last packed sequence. Its kernel is then loaded."""
-    if request.device.type == "cpu":
-        return clear_tail_on_cpu
-    from flashtune.launch.packed_tail import tail_clearer
-
-    return tail_clearer(request.out_like, request.return_lse, sequences, target, request.device)
 
 
 def backward_pass(bound: BoundRequest, loader: KernelLoader) -> Pass[BackwardExecutor]:
@@ -117,7 +109,8 @@ def prepared(decision: Decision, pass_: Pass[Usable]) -> Usable:
     assert decision.selection is not None
     assert target is not None
     failure: KernelError | VerificationError | None = None
-    for selection, name in _candidates(decision.selection, target, key):
+    chosen = (decision.selection, "the selected config")
+    for selection, name in itertools.chain((chosen,), _fallbacks(decision.selection, target, key)):
         try:
             kernel = pass_.loader.load(selection, target, key)
             executor = pass_.bind(kernel)
@@ -125,19 +118,19 @@ def prepared(decision: Decision, pass_: Pass[Usable]) -> Usable:
             # Report the first failure only. Another kernel may still work.
             failure = failure or error
             continue
-        pass_.loader.remember(key, kernel)
-        if failure is None:
-            _warn_of_fallback(selection, key.problem)
-        else:
+        if key.problem.features:
+            pass_.loader.remember(key, kernel)
+        if failure is not None:
             warn_of_failure(failure, name, key.problem)
+        elif not selection.is_tuned:
+            _warn_of_untuned(selection, key.problem)
         return executor
     assert failure is not None
     raise failure
 
 
-def _candidates(selection: Selection, target: Target, key: KernelKey) -> Iterator[tuple[Selection, str]]:
-    """Yields the selection of a decision and its fallbacks, each with a name for the warning."""
-    yield selection, "the selected config"
+def _fallbacks(selection: Selection, target: Target, key: KernelKey) -> Iterator[tuple[Selection, str]]:
+    """Yields the selections to try if that of a decision fails, each with a name for the warning."""
     tuned = nearest_selection(selection)
     if tuned is not None:
         yield tuned, "the config of the nearest tuned shape"
@@ -147,13 +140,14 @@ def _candidates(selection: Selection, target: Target, key: KernelKey) -> Iterato
                 yield default, "a default config"
 
 
-def _warn_of_fallback(selection: Selection, problem: Problem) -> None:
+def _warn_of_untuned(selection: Selection, problem: Problem) -> None:
+    """Warns if a selection for an untuned shape may be slow."""
     near = selection.measured.problem
     if selection.source == "default":
         what = f"nothing like {problem.key} is tuned for this GPU, so a default config serves"
     elif (near.head_dim, near.value_head_dim) != (problem.head_dim, problem.value_head_dim):
         what = f"{problem.key} is not tuned here and its nearest, {near.key}, has other head dims"
-    elif selection.source == "estimated" and is_far(near, problem):
+    elif is_far(near, problem):
         what = f"{problem.key} is not tuned here and its nearest, {near.key}, is far"
     else:
         return

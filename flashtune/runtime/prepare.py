@@ -12,7 +12,7 @@ import msgspec
 from flashtune.core.errors import KernelError, VerificationError
 from flashtune.core.notices import warn_once
 from flashtune.dispatch.bound_request import BoundRequest
-from flashtune.dispatch.decision import Backend, Decision, baseline, check_supported, choose
+from flashtune.dispatch.decision import Backend, Decision, baseline, choose
 from flashtune.dispatch.masked_sdpa import sdpa_allowed
 from flashtune.request.request import Executor, Prefer, Request
 from flashtune.runtime.backward_executors import recomputed
@@ -109,7 +109,6 @@ def prepare_alone(bound: BoundRequest, loader: KernelLoader) -> BackwardExecutor
     """Returns the executor of a backward operator. Its forward pass has run, so a baseline cannot serve."""
     request = bound.request
     if request.is_empty or request.is_double:
-        check_supported(bound)
         return recomputed(request)
     pass_ = backward_pass(bound, loader)
     executor = pass_.known()

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -23,6 +24,16 @@ from flashtune.launch.compilation import kernel_folder
 
 # A check takes a fraction of a second. A process that holds the lock longer than this is no longer checking.
 LOCK_SECONDS = 30.0
+
+
+class CheckTask(NamedTuple):
+    """A kernel to check on a GPU. Only the static features of the problem matter."""
+
+    kernel: Kernel
+    problem: Problem
+    config: Config
+    target: Target
+    device: torch.device
 
 
 class SelfChecks:
@@ -92,20 +103,12 @@ class SelfChecks:
         check = reader and reader.remembered(kernel.digest, target.name, current_versions(kernel.family))
         return check.seconds if check else None
 
-    def passes(
-        self,
-        kernel: Kernel,
-        problem: Problem,
-        config: Config,
-        target: Target,
-        device: torch.device,
-        compiled: Binary | None = None,
-    ) -> bool:
+    def passes(self, task: CheckTask, compiled: Binary | None = None) -> bool:
         """Returns whether a kernel is correct on this GPU, from the cache or by a check of less than 1 s.
 
-        One process of this machine checks while the others wait for its verdict. Only the static features of
-        the problem matter.
+        One process of this machine checks while the others wait for its verdict.
         """
+        kernel, target = task.kernel, task.target
         verdict = self._stored_verdict(kernel, target)
         if verdict is not None:
             return verdict
@@ -113,17 +116,19 @@ class SelfChecks:
             verdict = self._stored_verdict(kernel, target)
             if verdict is not None:
                 return verdict
+            from flashtune.verification import check
+            from flashtune.verification.cases import Level
+
+            run = self._check or check.check_rendered
             start = time.perf_counter()
-            result = self._checked(kernel, problem, config, target, device, compiled)
+            result = run(*task, Level.QUICK, compiled=compiled)
             seconds = time.perf_counter() - start
             keep(self._verdicts, (kernel.digest, target.name), result.passed)
             _remember(kernel, target, result, seconds)
         return result.passed
 
     @contextlib.contextmanager
-    def preloading(
-        self, kernel: Kernel, problem: Problem, config: Config, target: Target, device: torch.device
-    ) -> Iterator[None]:
+    def preloading(self, task: CheckTask) -> Iterator[None]:
         """Prepares the check of a kernel without a verdict, in a thread that ends with the block.
 
         The block compiles and loads the kernel in the meantime. The thread imports the modules of a check and
@@ -131,8 +136,9 @@ class SelfChecks:
         each pass, type and set of features. After matrix products in the thread, torch keeps a cuBLAS handle
         with its workspace of 32 MiB on Hopper for the next thread.
         """
+        problem, device = task.problem, task.device
         kind = (problem.direction, problem.dtype, problem.features)
-        if kind in self._preloaded or self._stored_verdict(kernel, target) is not None:
+        if kind in self._preloaded or self._stored_verdict(task.kernel, task.target) is not None:
             yield
             return
         keep(self._preloaded, kind, True)
@@ -147,7 +153,7 @@ class SelfChecks:
             # After the stream's block alone, torch would return to it and start to use it.
             with contextlib.suppress(RuntimeError), torch.cuda.device(device), torch.cuda.stream(stream):
                 preload = self._preload or check.preload
-                preload(kernel, problem, config, target, device, enough.is_set)
+                preload(*task, enough.is_set)
 
         thread = threading.Thread(target=run, name="flashtune-preload", daemon=True)
         thread.start()
@@ -178,21 +184,6 @@ class SelfChecks:
                 folder.mkdir(parents=True, exist_ok=True)
                 held.enter_context(alone_with(lock, LOCK_SECONDS))
             yield
-
-    def _checked(
-        self,
-        kernel: Kernel,
-        problem: Problem,
-        config: Config,
-        target: Target,
-        device: torch.device,
-        compiled: Binary | None,
-    ) -> Verdict:
-        from flashtune.verification import check
-        from flashtune.verification.cases import Level
-
-        run = self._check or check.check_rendered
-        return run(kernel, problem, config, target, device, Level.QUICK, compiled=compiled)
 
 
 def _remember(kernel: Kernel, target: Target, verdict: Verdict, seconds: float) -> None:

@@ -29,7 +29,7 @@ from flashtune.core.locks import ModuleLock
 from flashtune.core.notices import warn_once
 from flashtune.core.problem import Problem
 from flashtune.dispatch.bound_request import BoundRequest
-from flashtune.dispatch.decision import INTERPRETED_TARGET, check_supported, without_values
+from flashtune.dispatch.decision import INTERPRETED_TARGET
 from flashtune.dispatch.platform import PLATFORM, Platform
 from flashtune.dispatch.tables import tuned_records
 from flashtune.dispatch.versions import current_versions
@@ -183,7 +183,7 @@ class Session:
     def _executor(self, bound: BoundRequest) -> Executor:
         request = bound.request
         executor = with_checks(prepare(bound, self.loader), request, self.platform)
-        if request.is_double or without_values(request) is not None:
+        if request.is_double or not request.has_values:
             return executor
         return self.counted(executor, bound)
 
@@ -277,7 +277,6 @@ class Session:
 
     def _entry(self, bound: BoundRequest, usual: str | None) -> Entry | None:
         request = bound.request
-        check_supported(bound)
         properties = tuple(pass_.specialization for pass_ in bound.passes)
         key = BucketKey(request, properties, bound.gradients, bound.sharing, usual)
         device = self.devices.get(request.device)
@@ -319,7 +318,7 @@ class Session:
         """Loads the tuned records of a device. The replaced operators serve if that fails."""
         try:
             target = self.platform.target(device)
-            keep(self.devices, device, TunedDevice(target, self.platform.records(target)))
+            keep(self.devices, device, TunedDevice(target, self.platform.records(target.name)))
         except Exception as failure:  # noqa: BLE001 (a call must not fail because another operator was tried)
             keep(self.devices, device, None)
             _warn(failure)

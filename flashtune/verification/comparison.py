@@ -3,16 +3,18 @@
 The backward pass has its comparisons in `gradients/comparison.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from flashtune.core.kernel import Kernel
+from flashtune.core.target import Target
 from flashtune.launch.binding import Binary, bind
 from flashtune.launch.tensors import BackwardTensors, ForwardTensors
+from flashtune.verification.cases import Case
+from flashtune.verification.gradients.inputs import Prepared as PreparedGradients
 from flashtune.verification.inputs.guarded_tensors import (
     Guarded,
     Role,
@@ -24,14 +26,8 @@ from flashtune.verification.inputs.guarded_tensors import (
     stray_writes,
 )
 from flashtune.verification.inputs.placement import pick
+from flashtune.verification.inputs.prepared import Prepared
 from flashtune.verification.tolerance import worst_ratio
-
-if TYPE_CHECKING:
-    from flashtune.core.kernel import Kernel
-    from flashtune.core.target import Target
-    from flashtune.verification.cases import Case
-    from flashtune.verification.gradients.inputs import Prepared as PreparedGradients
-    from flashtune.verification.inputs.prepared import Prepared
 
 
 class Finding(NamedTuple):

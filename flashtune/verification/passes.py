@@ -4,29 +4,23 @@ The modules of `gradients` are imported only for a backward pass, so that the fi
 does not load them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from types import ModuleType
-from typing import TYPE_CHECKING
 
 import msgspec
+import torch
 
+from flashtune.core.config import Config
+from flashtune.core.kernel import Kernel
+from flashtune.core.problem import Problem
+from flashtune.core.target import Target
+from flashtune.launch.binding import Binary
 from flashtune.launch.compilation import interpreting
 from flashtune.verification import cases
 from flashtune.verification.cases import Case, Level
 from flashtune.verification.comparison import Finding, forward_pass, launch_findings
 from flashtune.verification.inputs import prepared
 from flashtune.verification.inputs.prepared import STEPS_PER_SEED
-
-if TYPE_CHECKING:
-    import torch
-
-    from flashtune.core.config import Config
-    from flashtune.core.kernel import Kernel
-    from flashtune.core.problem import Problem
-    from flashtune.core.target import Target
-    from flashtune.launch.binding import Binary
 
 STRICT_REPEATS = 50
 # Number of cases with block tables whose unused entries fault when they are used.

@@ -1,12 +1,10 @@
 """Tests of the canonical form of sources."""
 
-import ast
 import hashlib
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -208,18 +206,3 @@ def test_templates_keep_control_tags_within_comments_and_docstrings() -> None:
 def test_quotes_and_brackets_in_tags_do_not_open_strings() -> None:
     template = "x = {{ \"'\" if y else '(' }}  # first\n# second\n"
     assert canonical_template(template) == canonical_template(template.replace("second", "third"))
-
-
-def test_longest_shipped_kernel_takes_less_time_than_parsing_it() -> None:
-    source = max((path.read_text(encoding="utf-8") for path in GENERATED.rglob("*.py")), key=len)
-
-    def seconds(function: Callable[[str], object]) -> float:
-        start = time.process_time()
-        function(source)
-        return time.process_time() - start
-
-    # Python's parser is the measure, because machines differ in speed. The fastest runs are compared, because
-    # other processes use the same caches and cores.
-    rounds = [(seconds(canonical_source), seconds(ast.parse)) for _ in range(20)]
-    canonical, parsing = (min(column) for column in zip(*rounds, strict=True))
-    assert canonical < parsing

@@ -10,19 +10,19 @@ from flashtune.core.record import Outcome, Record
 from flashtune.core.target import find_target
 from flashtune.db.eligibility import by_problem, is_better_selection, serves_any_tensors
 from flashtune.db.forgetting import Forgettable
-from flashtune.db.light.reader import open_reader
 from flashtune.db.queries import now
 from flashtune.db.store import Store, open_store
 from flashtune.db.table import TunedTable, dump_table, parse_table, table_hash
 from flashtune.templates.family import Family
 from flashtune.tuner.search.selection import next_best
-from tests.support.records import MakeProblem, MakeRecord
+from tests.db.records import make_problem, make_record, reader_of
+from tests.support.records import MakeRecord
 
 TARGET = "nvidia-h200"
 
 
 @pytest.fixture
-def make_native(native: Family, make_record: MakeRecord, make_problem: MakeProblem) -> MakeRecord:
+def make_native(native: Family) -> MakeRecord:
     """Records of a family that requires aligned tensors."""
 
     def make(ms: float = 0.5, **changes: object) -> Record:
@@ -37,15 +37,12 @@ def make_native(native: Family, make_record: MakeRecord, make_problem: MakeProbl
 def serving(store: Store) -> tuple[list[Record], list[Record]]:
     """The selections and fallbacks, read by the store; the reader must agree."""
     served = [row.record for row in store.selections()], [row.record for row in store.fallbacks()]
-    reader = open_reader(store.url)
-    assert reader is not None
+    reader = reader_of(store.url)
     assert (list(reader.selections(TARGET)), list(reader.fallbacks(TARGET))) == served
     return served
 
 
-def test_families_differ_in_the_tensors_they_can_address(
-    make_record: MakeRecord, make_native: MakeRecord
-) -> None:
+def test_families_differ_in_the_tensors_they_can_address(make_native: MakeRecord) -> None:
     selected, portable = make_native(), make_record()
     assert not serves_any_tensors(selected)
     assert serves_any_tensors(portable)
@@ -53,9 +50,7 @@ def test_families_differ_in_the_tensors_they_can_address(
     assert by_problem((portable, selected)) == {portable.problem.key: (selected, portable)}
 
 
-def test_earlier_portable_selection_becomes_the_fallback(
-    store: Store, make_record: MakeRecord, make_native: MakeRecord
-) -> None:
+def test_earlier_portable_selection_becomes_the_fallback(store: Store, make_native: MakeRecord) -> None:
     portable, selected, better = make_record(), make_native(), make_native(ms=0.4)
     store.pin(store.add(portable))
     assert serving(store) == ([portable], [])
@@ -67,9 +62,7 @@ def test_earlier_portable_selection_becomes_the_fallback(
     assert serving(store) == ([portable], []), "what serves any tensors needs nobody to stand in for it"
 
 
-def test_fallback_is_set_only_where_one_is_needed(
-    store: Store, make_record: MakeRecord, make_native: MakeRecord, make_problem: MakeProblem
-) -> None:
+def test_fallback_is_set_only_where_one_is_needed(store: Store, make_native: MakeRecord) -> None:
     selected, portable, other = make_native(), make_record(), make_record(problem=make_problem(batch=7))
     assert not store.fallback(store.add(portable)), "there is no selection yet"
     store.pin(store.add(selected))
@@ -80,9 +73,7 @@ def test_fallback_is_set_only_where_one_is_needed(
     assert serving(store) == (sorted((selected, other), key=lambda r: r.problem.key), [portable])
 
 
-def test_ineligible_record_cannot_be_a_fallback(
-    store: Store, make_record: MakeRecord, make_native: MakeRecord
-) -> None:
+def test_ineligible_record_cannot_be_a_fallback(store: Store, make_native: MakeRecord) -> None:
     store.pin(store.add(make_native()))
     failed = make_record(outcome=Outcome.WRONG_RESULT)
     with pytest.raises(StoreError, match="cannot be selected"):
@@ -91,9 +82,7 @@ def test_ineligible_record_cannot_be_a_fallback(
         store.fallback(999)
 
 
-def test_families_with_different_templates_are_comparable(
-    make_record: MakeRecord, make_native: MakeRecord
-) -> None:
+def test_families_with_different_templates_are_comparable(make_native: MakeRecord) -> None:
     fast, slow = make_native(0.5), make_record(1.0)
     assert is_better_selection(fast, slow)
     assert not is_better_selection(slow, fast)
@@ -104,7 +93,7 @@ def test_families_with_different_templates_are_comparable(
 
 
 def test_merge_keeps_the_best_selection_and_fallback(
-    store: Store, tmp_path: Path, make_record: MakeRecord, make_native: MakeRecord
+    store: Store, tmp_path: Path, make_native: MakeRecord
 ) -> None:
     theirs = tmp_path / "theirs.sqlite"
     selected, portable, ours = make_native(), make_record(ms=0.9), make_record(ms=1.0)
@@ -120,9 +109,7 @@ def test_merge_keeps_the_best_selection_and_fallback(
     assert serving(store) == ([selected], [make_record(ms=0.8)]), "a slower selection may still stand in"
 
 
-def test_table_merge_adds_selection_and_fallback(
-    store: Store, make_record: MakeRecord, make_native: MakeRecord
-) -> None:
+def test_table_merge_adds_selection_and_fallback(store: Store, make_native: MakeRecord) -> None:
     selected, portable = make_native(), make_record()
     table = parse_table(dump_table(TunedTable(target=TARGET, records=(portable, selected))), "here")
     assert table.records == (selected, portable)
@@ -132,15 +119,13 @@ def test_table_merge_adds_selection_and_fallback(
     assert store.merge_tables(table).records_known == 2
 
 
-def test_table_with_two_selections_or_two_fallbacks_is_refused(
-    make_record: MakeRecord, make_native: MakeRecord
-) -> None:
+def test_table_with_two_selections_or_two_fallbacks_is_refused(make_native: MakeRecord) -> None:
     for pair in ((make_record(1.0), make_record(2.0)), (make_native(1.0), make_native(2.0))):
         with pytest.raises(TableError, match="has a record before it"):
             dump_table(TunedTable(target=TARGET, records=pair))
 
 
-def test_order_of_records_does_not_change_the_hash(make_record: MakeRecord, make_native: MakeRecord) -> None:
+def test_order_of_records_does_not_change_the_hash(make_native: MakeRecord) -> None:
     both = make_native(), make_record()
     first, other = (TunedTable(target=TARGET, records=records) for records in (both, both[::-1]))
     assert table_hash(first) == table_hash(other)
@@ -148,9 +133,7 @@ def test_order_of_records_does_not_change_the_hash(make_record: MakeRecord, make
     assert table_hash(first) != table_hash(TunedTable(target=TARGET, records=both[:1]))
 
 
-def test_forgetting_a_fallback_selects_the_next_best_fallback(
-    store: Store, make_record: MakeRecord, make_native: MakeRecord
-) -> None:
+def test_forgetting_a_fallback_selects_the_next_best_fallback(store: Store, make_native: MakeRecord) -> None:
     selected, first = make_native(), make_record(ms=0.8)
     second = make_record(ms=0.9)
     assert second.config is not None
@@ -165,9 +148,7 @@ def test_forgetting_a_fallback_selects_the_next_best_fallback(
     assert serving(store) == ([selected], [second])
 
 
-def test_forgetting_a_selection_selects_its_fallback(
-    store: Store, make_record: MakeRecord, make_native: MakeRecord
-) -> None:
+def test_forgetting_a_selection_selects_its_fallback(store: Store, make_native: MakeRecord) -> None:
     selected, portable = make_native(), make_record()
     store.pin(store.add(selected))
     assert store.fallback(store.add(portable))

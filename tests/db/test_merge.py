@@ -10,11 +10,11 @@ from flashtune.core.errors import StoreError, TableError
 from flashtune.core.record import Outcome, Provenance, Record, Verdict
 from flashtune.db.codec import Check
 from flashtune.db.errors import UnreadableRecord
-from flashtune.db.light.reader import open_reader
 from flashtune.db.location import sqlite_path
 from flashtune.db.store import MergeCounts, Store, open_store
 from flashtune.db.table import TunedTable
-from tests.support.records import MakeProblem, MakeRecord, shipped_table_of
+from tests.db.records import make_problem, make_record, reader_of
+from tests.support.records import VERSIONS, shipped_table_of
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def fill(path: Path, *records: Record, pinned: Record | None = None) -> None:
             store.pin(store.add(pinned))
 
 
-def test_equal_records_are_merged_into_one(store: Store, other: Path, make_record: MakeRecord) -> None:
+def test_equal_records_are_merged_into_one(store: Store, other: Path) -> None:
     shared, ours, theirs = make_record(ms=1.0), make_record(ms=2.0), make_record(ms=3.0)
     failed = make_record(outcome=Outcome.INFEASIBLE, kernel=None, measurement=None, verdict=None)
     store.add(shared)
@@ -43,7 +43,7 @@ def test_equal_records_are_merged_into_one(store: Store, other: Path, make_recor
     assert store.merge_from(str(other)) == MergeCounts(0, 3, 0, 0, 0, 0)
 
 
-def test_merged_record_keeps_its_timestamp(store: Store, other: Path, make_record: MakeRecord) -> None:
+def test_merged_record_keeps_its_timestamp(store: Store, other: Path) -> None:
     fill(other, make_record())
     with open_store(str(other)) as source:
         age = source.records()[0].created_at
@@ -51,9 +51,7 @@ def test_merged_record_keeps_its_timestamp(store: Store, other: Path, make_recor
     assert store.records()[0].created_at == age
 
 
-def test_missing_selections_are_added(
-    store: Store, other: Path, make_record: MakeRecord, make_problem: MakeProblem
-) -> None:
+def test_missing_selections_are_added(store: Store, other: Path) -> None:
     ours, theirs = make_record(), make_record(problem=make_problem(seqlen_kv=1024))
     store.pin(store.add(ours))
     fill(other, pinned=theirs)
@@ -65,45 +63,36 @@ def test_missing_selections_are_added(
     }
 
 
+def selected(ms: float, triton: str = VERSIONS.triton, *, predicted: bool = False) -> Record:
+    versions = msgspec.structs.replace(VERSIONS, triton=triton)
+    provenance = Provenance.PREDICTED if predicted else Provenance.MEASURED
+    return make_record(ms, versions=versions, provenance=provenance)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ours", "theirs", "wins"),
+    ("ours", "theirs", "replaced"),
     [
-        ({"ms": 2.0}, {"ms": 1.0}, "theirs"),
-        ({"ms": 1.0}, {"ms": 2.0}, "ours"),
-        ({"ms": 2.0}, {"ms": 1.0, "triton": "3.9.0"}, "ours"),
-        ({"ms": 1.0, "predicted": True}, {"ms": 2.0, "triton": "3.9.0"}, "theirs"),
-        ({"ms": 2.0}, {"ms": 1.0, "predicted": True}, "ours"),
-        ({"ms": 2.0, "predicted": True}, {"ms": 1.0, "predicted": True}, "ours"),
+        (selected(2.0), selected(1.0), True),
+        (selected(1.0), selected(2.0), False),
+        (selected(2.0), selected(1.0, "3.9.0"), False),
+        (selected(1.0, predicted=True), selected(2.0, "3.9.0"), True),
+        (selected(2.0), selected(1.0, predicted=True), False),
+        (selected(2.0, predicted=True), selected(1.0, predicted=True), False),
     ],
 )
 def test_the_faster_measured_selection_wins(
-    store: Store,
-    other: Path,
-    make_record: MakeRecord,
-    ours: dict[str, float | str | bool],
-    theirs: dict[str, float | str | bool],
-    wins: str,
+    store: Store, other: Path, ours: Record, theirs: Record, replaced: bool
 ) -> None:
-    def record(wish: dict[str, float | str | bool]) -> Record:
-        made = make_record(ms=wish["ms"])
-        if "triton" in wish:
-            made = msgspec.structs.replace(
-                made, versions=msgspec.structs.replace(made.versions, triton=str(wish["triton"]))
-            )
-        if "predicted" in wish:
-            made = msgspec.structs.replace(made, provenance=Provenance.PREDICTED)
-        return made
-
-    store.pin(store.add(record(ours)))
-    fill(other, pinned=record(theirs))
+    store.pin(store.add(ours))
+    fill(other, pinned=theirs)
     counts = store.merge_from(str(other))
-    assert [stored.record for stored in store.selections()] == [record(ours if wins == "ours" else theirs)]
-    assert (counts.selections_replaced, counts.selections_kept) == ((0, 1) if wins == "ours" else (1, 0))
+    assert [stored.record for stored in store.selections()] == [theirs if replaced else ours]
+    assert (counts.selections_replaced, counts.selections_kept) == (int(replaced), int(not replaced))
     assert len(store.records()) == 2
 
 
-def test_existing_checks_are_not_replaced(store: Store, other: Path, make_record: MakeRecord) -> None:
+def test_existing_checks_are_not_replaced(store: Store, other: Path) -> None:
     def check(digest: str, passed: bool) -> Check:
         verdict = Verdict(passed=passed, worst_ratio=1.0, checks=1, failed="", device="NVIDIA H200")
         versions = make_record().versions
@@ -114,13 +103,12 @@ def test_existing_checks_are_not_replaced(store: Store, other: Path, make_record
         source.remember_check(check("a", passed=True))
         source.remember_check(check("b", passed=True))
     assert store.merge_from(str(other)).checks_added == 1
-    reader = open_reader(store.url)
-    assert reader is not None
+    reader = reader_of(store.url)
     answers = [reader.check(digest * 32, "nvidia-h200", make_record().versions) for digest in "ab"]
     assert answers == [False, True]
 
 
-def test_merge_with_itself_changes_nothing(store: Store, make_record: MakeRecord) -> None:
+def test_merge_with_itself_changes_nothing(store: Store) -> None:
     store.pin(store.add(make_record()))
     assert store.merge_from(store.url) == MergeCounts(0, 1, 0, 0, 1, 0)
 
@@ -131,7 +119,7 @@ def test_merge_does_not_create_a_missing_source(store: Store, other: Path) -> No
     assert not other.exists()
 
 
-def test_merge_accepts_tables(store: Store, make_record: MakeRecord, make_problem: MakeProblem) -> None:
+def test_merge_accepts_tables(store: Store) -> None:
     ours, slower = make_record(ms=1.0), make_record(ms=2.0)
     new = make_record(problem=make_problem(batch=9))
     store.pin(store.add(ours))
@@ -142,9 +130,7 @@ def test_merge_accepts_tables(store: Store, make_record: MakeRecord, make_proble
 
 
 @pytest.mark.slow
-def test_merge_of_tables_equals_merge_of_databases(
-    store: Store, other: Path, tmp_path: Path, make_record: MakeRecord
-) -> None:
+def test_merge_of_tables_equals_merge_of_databases(store: Store, other: Path, tmp_path: Path) -> None:
     shipped = shipped_table_of("nvidia-h200")
     # Half of the problems are there already: as they are, faster, or slower.
     whole = shipped.records[:120]
@@ -174,9 +160,7 @@ def _changed(record: Record, number: int) -> Record:
 
 
 @pytest.mark.slow
-def test_large_table_is_merged_in_few_statements(
-    store: Store, make_record: MakeRecord, make_problem: MakeProblem
-) -> None:
+def test_large_table_is_merged_in_few_statements(store: Store) -> None:
     records = tuple(make_record(problem=make_problem(batch=batch)) for batch in range(1, 1201))
     table = TunedTable(target="nvidia-h200", records=records)
     statements: list[str] = []
@@ -196,7 +180,7 @@ def test_large_table_is_merged_in_few_statements(
     assert len(told) == 3
 
 
-def test_table_replaces_an_unreadable_selection(store: Store, make_record: MakeRecord) -> None:
+def test_table_replaces_an_unreadable_selection(store: Store) -> None:
     store.pin(store.add(make_record(ms=2.0)))
     if sqlite_path(store.url) is None:
         pytest.skip("damages a file")
@@ -208,14 +192,14 @@ def test_table_replaces_an_unreadable_selection(store: Store, make_record: MakeR
     assert [row.record.ms for row in store.selections()] == [1.0]
 
 
-def test_table_with_ineligible_records_is_refused(store: Store, make_record: MakeRecord) -> None:
+def test_table_with_ineligible_records_is_refused(store: Store) -> None:
     failed = TunedTable(target="nvidia-h200", records=(make_record(outcome=Outcome.TIMEOUT),))
     with pytest.raises(TableError, match="the table of nvidia-h200, record 1 cannot be used"):
         store.merge_tables(failed)
     assert store.records() == []
 
 
-def test_merge_of_tables_is_atomic(store: Store, make_record: MakeRecord) -> None:
+def test_merge_of_tables_is_atomic(store: Store) -> None:
     good = TunedTable(target="nvidia-h200", records=(make_record(),))
     bad = TunedTable(target="nvidia-a100", records=(make_record(target="nvidia-a100", message="x" * 1000),))
     with pytest.raises(TableError):

@@ -1,3 +1,5 @@
+"""Tests of tables: their text, refusals, and the shipped ones."""
+
 import json
 from pathlib import Path
 from typing import Any
@@ -10,19 +12,20 @@ from flashtune.core.record import Provenance
 from flashtune.core.target import TARGETS
 from flashtune.db import table as tables
 from flashtune.db.table import TunedTable, dump_table, load_table, parse_table, shipped_table, table_hash
+from tests.db.records import make_problem, make_record
 from tests.support.families import Ship
-from tests.support.records import MakeProblem, MakeRecord, shipped_table_of
+from tests.support.records import shipped_table_of
 
 TARGET = "nvidia-h200"
 
 
 @pytest.fixture
-def table(make_record: MakeRecord, make_problem: MakeProblem) -> TunedTable:
+def table() -> TunedTable:
     problems = [
-        make_problem(seqlen_q=4096, seqlen_kv=4096),
+        make_problem(seqlen=4096),
         make_problem(causal=Causal.BOTTOM_RIGHT),
         make_problem(),
-        make_problem(head_dim=128, value_head_dim=128),
+        make_problem(head_dim=128),
     ]
     baseline = make_record(
         problem=make_problem(batch=1), family="sdpa", config=None, kernel=None, verdict=None
@@ -46,7 +49,7 @@ def test_order_does_not_change_the_bytes_or_the_hash(table: TunedTable) -> None:
     assert table_hash(turned) == table_hash(table)
 
 
-def test_hash_does_not_depend_on_json_layout(table: TunedTable, make_record: MakeRecord) -> None:
+def test_hash_does_not_depend_on_json_layout(table: TunedTable) -> None:
     raw = dump_table(table)
     respaced = json.dumps(json.loads(raw)).encode()
     assert table_hash(parse_table(respaced, "respaced")) == table_hash(table)
@@ -57,7 +60,7 @@ def test_hash_does_not_depend_on_json_layout(table: TunedTable, make_record: Mak
     assert table_hash(TunedTable(target=TARGET, records=())) != table_hash(TunedTable(target="x", records=()))
 
 
-def test_a_diff_shows_one_field_a_line(table: TunedTable, make_record: MakeRecord) -> None:
+def test_a_diff_shows_one_field_a_line(table: TunedTable) -> None:
     problem = table.records[0].problem
     changed = TunedTable(target=TARGET, records=(make_record(problem=problem, ms=0.5), *table.records[1:]))
     before, after = (dump_table(version).decode().splitlines() for version in (table, changed))
@@ -138,7 +141,7 @@ def test_invalid_utf8_byte_is_refused_at_every_position(table: TunedTable) -> No
         assert str(caught.value).startswith("table.json")
 
 
-def test_predictions_may_be_exported(make_record: MakeRecord) -> None:
+def test_predictions_may_be_exported() -> None:
     predicted = make_record(provenance=Provenance.PREDICTED, verdict=None)
     table = TunedTable(target=TARGET, records=(predicted,))
     assert parse_table(dump_table(table), "predicted").records == (predicted,)
@@ -173,3 +176,14 @@ def test_table_ships_as_a_file_with_the_name_of_its_gpu(table: TunedTable, ship:
     shipped = shipped_table_of(table.target)
     assert (shipped.target, len(shipped.records)) == (table.target, len(table.records))
     assert shipped_table("nvidia-b200") is None
+
+
+SHIPPED = [target.name for target in TARGETS if shipped_table(target.name)]
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_receipts_of_shipped_kernels_list_their_probes(name: str) -> None:
+    table = shipped_table_of(name)
+    verdicts = [record.verdict for record in table.records if record.config is not None]
+    assert verdicts
+    assert all(verdict is not None and verdict.passed and verdict.probes for verdict in verdicts)

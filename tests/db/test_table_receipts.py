@@ -15,11 +15,11 @@ from flashtune.db.evidence import under
 from flashtune.db.store import open_store
 from flashtune.db.table import Timing, TunedTable, dump_table, parse_table, table_hash
 from flashtune.dispatch import tables
-from flashtune.dispatch.versions import current_versions, is_proven
+from flashtune.dispatch.versions import current_versions
 from flashtune.runtime.self_check import SelfChecks
 from flashtune.tuner.tables.table_receipts import with_receipts
+from tests.db.records import make_record
 from tests.support.families import Ship
-from tests.support.records import MakeRecord
 from tests.support.runtime import forget_all
 
 TARGET = "nvidia-h200"
@@ -44,7 +44,7 @@ def timing_of(record: Record, versions: Versions) -> Timing:
 
 
 @pytest.fixture
-def record(make_record: MakeRecord) -> Record:
+def record() -> Record:
     return make_record()
 
 
@@ -103,8 +103,8 @@ def test_record_takes_the_receipt_and_time_of_the_given_versions(table: TunedTab
     here = newer(record.versions)
     (updated,) = under(table, lambda family: here)
     assert (updated.versions, updated.verdict, updated.measurement) == (here, PASSED, MEASURED)
-    assert is_proven(updated, here)
-    assert not is_proven(record, here)
+    assert updated.is_proven(here)
+    assert not record.is_proven(here)
 
 
 def test_record_with_a_receipt_but_no_time_is_not_changed(table: TunedTable, record: Record) -> None:
@@ -159,8 +159,8 @@ def shipped(ship: Ship, record: Record) -> Iterator[TunedTable]:
 
 def test_shipped_receipt_verifies_a_record_under_newer_versions(shipped: TunedTable) -> None:
     ((_, (record,)),) = tables.tuned_records(TARGET).shipped.items()
-    assert is_proven(record, current_versions(FAMILY))
-    assert not is_proven(shipped.records[0], current_versions(FAMILY))
+    assert record.is_proven(current_versions(FAMILY))
+    assert not shipped.records[0].is_proven(current_versions(FAMILY))
 
 
 def test_a_sibling_with_a_shipped_receipt_needs_no_self_check(shipped: TunedTable) -> None:

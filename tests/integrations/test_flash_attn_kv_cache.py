@@ -1,6 +1,6 @@
 """Tests of `flash_attn_with_kvcache` of versions 2 and 3, against loops in float64."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -17,6 +17,10 @@ pytestmark = pytest.mark.slow
 version_3: Any = flash_attn_3
 HEADS, KV_HEADS, WIDTH = 4, 2, 16
 LENGTHS = [5, 0, 11]
+
+
+def int32(values: list[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
 
 
 class Stored:
@@ -40,13 +44,22 @@ class Stored:
         return stored[self.pages[sequence]].flatten(0, 1)
 
 
+class Angles(NamedTuple):
+    """A rotary embedding: in which order pairs are, and the position of each sequence's first new token."""
+
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool
+    first: list[int]
+
+
 def expected_results(
     stored: Stored,
     q: list[Tensor],
     new: list[tuple[Tensor, Tensor]],
     rule: Rule,
     skipped: list[int],
-    angles: tuple[Tensor, Tensor, bool, list[int]] | None,
+    angles: Angles | None,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Returns packed outputs and log-sum-exps, and the keys of each sequence after the call."""
     outs, sums, caches = [], [], []
@@ -75,6 +88,33 @@ def expected_results(
     return torch.cat(outs), torch.cat(sums, 1), caches
 
 
+def call(
+    stored: Stored,
+    q: Tensor,
+    new: tuple[Tensor, Tensor],
+    skipped: list[int] | None,
+    angles: Angles | None,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """Returns the output and the log-sum-exp of a call that appends to a cache."""
+    if angles is not None:
+        options |= {
+            "rotary_cos": angles.cos,
+            "rotary_sin": angles.sin,
+            "rotary_interleaved": angles.interleaved,
+        }
+    out, lse = version_3.flash_attn_with_kvcache(
+        *(q, stored.k, stored.v, *new),
+        cache_seqlens=int32(LENGTHS),
+        cache_batch_idx=stored.index,
+        cache_leftpad=None if skipped is None else int32(skipped),
+        page_table=stored.table,
+        return_softmax_lse=True,
+        **options,
+    )
+    return out, lse
+
+
 RULES: list[tuple[dict[str, Any], Rule]] = [
     ({}, Rule()),
     ({"causal": True}, Rule(causal=True)),
@@ -84,45 +124,24 @@ RULES: list[tuple[dict[str, Any], Rule]] = [
 
 @pytest.mark.parametrize(("options", "rule"), RULES)
 @pytest.mark.parametrize("page", [None, 1, 32])
-@pytest.mark.parametrize(("has_index", "has_skipped"), [(False, False), (True, True)])
+@pytest.mark.parametrize(("has_index", "skipped"), [(False, None), (True, [2, 0, 7])])
 @pytest.mark.parametrize("rotary", [None, "pairs", "halves"])
 def test_appended_tokens_and_outputs_equal_the_reference(
     options: dict[str, Any],
     rule: Rule,
     page: int | None,
     has_index: bool,
-    has_skipped: bool,
+    skipped: list[int] | None,
     rotary: str | None,
 ) -> None:
     stored = Stored(page, has_index)
-    q, k, v = (
-        numbers(3, 2, HEADS, WIDTH),
-        numbers(3, 3, KV_HEADS, WIDTH),
-        numbers(3, 3, KV_HEADS, WIDTH, seed=1),
+    q, angle = numbers(3, 2, HEADS, WIDTH), numbers(40, 4)
+    new = numbers(3, 3, KV_HEADS, WIDTH), numbers(3, 3, KV_HEADS, WIDTH, seed=1)
+    angles = None if rotary is None else Angles(angle.cos(), angle.sin(), rotary == "pairs", LENGTHS)
+    expected, expected_lse, caches = expected_results(
+        stored, list(q), list(zip(*new, strict=True)), rule, skipped or [0, 0, 0], angles
     )
-    skipped = [2, 0, 7] if has_skipped else [0, 0, 0]
-    angle = numbers(40, 4)
-    cos, sin = angle.cos(), angle.sin()
-    angles = None if rotary is None else (cos, sin, rotary == "pairs", LENGTHS)
-    new = list(zip(k, v, strict=True))
-    expected, expected_lse, caches = expected_results(stored, list(q), new, rule, skipped, angles)
-    out, lse = version_3.flash_attn_with_kvcache(
-        q,
-        stored.k,
-        stored.v,
-        k,
-        v,
-        rotary_cos=None if rotary is None else cos,
-        rotary_sin=None if rotary is None else sin,
-        rotary_interleaved=rotary == "pairs",
-        cache_seqlens=torch.tensor(LENGTHS, dtype=torch.int32),
-        cache_batch_idx=stored.index,
-        cache_leftpad=torch.tensor(skipped, dtype=torch.int32) if has_skipped else None,
-        page_table=stored.table,
-        num_splits=3,
-        **options,
-        return_softmax_lse=True,
-    )
+    out, lse = call(stored, q, new, skipped, angles, num_splits=3, **options)
     assert close(out.flatten(0, 1), expected)
     assert close(lse.transpose(0, 1).flatten(1), expected_lse)
     for b, keys in enumerate(caches):
@@ -130,42 +149,27 @@ def test_appended_tokens_and_outputs_equal_the_reference(
 
 
 @pytest.mark.parametrize("page", [None, 4, 16])
-@pytest.mark.parametrize("has_skipped", [False, True])
+@pytest.mark.parametrize("skipped", [None, [2, 0, 7]])
 @pytest.mark.parametrize("has_rotary_lengths", [False, True])
 def test_packed_queries_and_packed_new_tokens(
-    page: int | None, has_skipped: bool, has_rotary_lengths: bool
+    page: int | None, skipped: list[int] | None, has_rotary_lengths: bool
 ) -> None:
     stored = Stored(page, has_index=True)
     lengths_q, lengths_new = (2, 4, 1), (3, 0, 2)
-    q, k, v = numbers(7, HEADS, WIDTH), numbers(5, KV_HEADS, WIDTH), numbers(5, KV_HEADS, WIDTH, seed=1)
-    skipped = [2, 0, 7] if has_skipped else [0, 0, 0]
-    first = [1, 2, 3] if has_rotary_lengths else LENGTHS
-    angle = numbers(40, 8)
-    angles = angle.cos(), angle.sin(), False, first
-    new = list(zip(k.split(lengths_new), v.split(lengths_new), strict=True))
-    rule = Rule(causal=True)
+    q, angle = numbers(7, HEADS, WIDTH), numbers(40, 8)
+    new = numbers(5, KV_HEADS, WIDTH), numbers(5, KV_HEADS, WIDTH, seed=1)
+    angles = Angles(angle.cos(), angle.sin(), False, [1, 2, 3] if has_rotary_lengths else LENGTHS)
+    parts = list(zip(*(tensor.split(lengths_new) for tensor in new), strict=True))
     expected, expected_lse, caches = expected_results(
-        stored, list(q.split(lengths_q)), new, rule, skipped, angles
+        stored, list(q.split(lengths_q)), parts, Rule(causal=True), skipped or [0, 0, 0], angles
     )
-    out, lse = version_3.flash_attn_with_kvcache(
-        q,
-        stored.k,
-        stored.v,
-        k,
-        v,
-        rotary_cos=angles[0],
-        rotary_sin=angles[1],
-        rotary_interleaved=False,
-        rotary_seqlens=torch.tensor(first, dtype=torch.int32) if has_rotary_lengths else None,
-        cache_seqlens=torch.tensor(LENGTHS, dtype=torch.int32),
-        cache_batch_idx=stored.index,
-        cache_leftpad=torch.tensor(skipped, dtype=torch.int32) if has_skipped else None,
-        page_table=stored.table,
+    out, lse = call(
+        *(stored, q, new, skipped, angles),
+        rotary_seqlens=int32(angles.first) if has_rotary_lengths else None,
         cu_seqlens_q=starts(lengths_q),
         cu_seqlens_k_new=starts(lengths_new),
         max_seqlen_q=4,
         causal=True,
-        return_softmax_lse=True,
     )
     assert close(out, expected)
     assert close(lse, expected_lse)
@@ -211,7 +215,7 @@ def test_packed_new_tokens_behind_the_last_sequence_are_not_written() -> None:
     before = stored.k.clone()
     k = numbers(4, KV_HEADS, WIDTH)
     common: dict[str, Any] = {
-        "cache_seqlens": torch.tensor(LENGTHS, dtype=torch.int32),
+        "cache_seqlens": int32(LENGTHS),
         "cu_seqlens_q": starts((1, 1, 1)),
         "max_seqlen_q": 1,
     }

@@ -6,11 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashtune.integrations.flash_attn import (
-    flash_attn_3,
-    flash_attn_4,
-    low_level_2,
-)
+from flashtune.integrations.flash_attn import flash_attn_3, flash_attn_4, low_level_2
 from tests.integrations.test_flash_attn_2 import (
     close,
     flash_attn_func,
@@ -50,23 +46,8 @@ def test_blocks_of_keys_with_the_whole_log_sum_exp_add_up_as_in_ring_attention(s
     dq_sum, parts = torch.zeros_like(q), []
     for block in (slice(0, 2), slice(2, 6)):
         buffers = torch.empty_like(q), torch.empty_like(k[:, block]), torch.empty_like(v[:, block])
-        sums = low_level._flash_attn_backward(
-            dout,
-            q,
-            k[:, block],
-            v[:, block],
-            out,
-            lse,
-            *buffers,
-            0.0,
-            SCALE,
-            False,
-            -1,
-            -1,
-            softcap,
-            None,
-            False,
-        )
+        tensors = dout, q, k[:, block], v[:, block], out, lse, *buffers
+        sums = low_level._flash_attn_backward(*tensors, 0.0, SCALE, False, -1, -1, softcap, None, False)
         assert sums.shape == (2, 4, 128)
         assert close(sums[..., :5].double(), (dout * out).sum(-1).transpose(1, 2), 1e-5)
         dq_sum += buffers[0]
@@ -129,30 +110,8 @@ def test_packed_sequences_forward_and_backward() -> None:
     )
     wanted = torch.autograd.grad(expected, own, dout)
     assert all(close(gradient, other) for gradient, other in zip(buffers, wanted, strict=True))
-    results = low_level.Extension.varlen_bwd(
-        dout,
-        q,
-        k,
-        k,
-        out,
-        lse,
-        None,
-        None,
-        None,
-        cu_q,
-        cu_k,
-        None,
-        3,
-        4,
-        0.0,
-        SCALE,
-        False,
-        True,
-        -1,
-        -1,
-        0.0,
-        True,
-    )
+    tensors = dout, q, k, k, out, lse, None, None, None, cu_q, cu_k, None
+    results = low_level.Extension.varlen_bwd(*tensors, 3, 4, 0.0, SCALE, False, True, -1, -1, 0.0, True)
     assert all(torch.equal(result, other) for result, other in zip(results, buffers, strict=False))
 
 

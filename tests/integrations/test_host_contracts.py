@@ -2,12 +2,9 @@
 
 import importlib
 import inspect
-import json
 import re
 import sys
 import tomllib
-import zipfile
-from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -80,46 +77,6 @@ def parameter_names(text: str) -> list[str]:
     return [name for name in names if name]
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_a_folder_and_a_wheel_are_read_alike(library: str, tmp_path: Path) -> None:
-    written = [*write_package(library, tmp_path)]
-    contract = host_contracts.contract_of(library, tmp_path)
-    with zipfile.ZipFile(tmp_path / "w.whl", "w") as wheel:
-        for path in written:
-            wheel.write(path, path.relative_to(tmp_path).as_posix())
-    assert host_contracts.contract_of(library, tmp_path / "w.whl") == contract
-    assert contract["version"] == "9.1.0"
-    assert len(contract["modules"]) == 1
-
-
-def write_package(library: str, folder: Path) -> Iterator[Path]:
-    info = folder / f"{library}-9.1.0.dist-info/METADATA"
-    module = [*host_contracts.relied_names(library)][1]
-    source = folder / f"{module.replace('.', '/')}.py"
-    for path, text in ((info, ""), (source, "class AttentionBackend:\n    def forward(self, q: int): ...\n")):
-        path.parent.mkdir(parents=True)
-        path.write_text(text, encoding="utf-8")
-        yield path
-
-
-def test_differences_name_the_change() -> None:
-    def made(**members: Any) -> dict[str, Any]:
-        host = {"bases": [], "abstract methods": ["a"], "run": "(self, x)", **members}
-        return {"version": "1", "modules": {"pkg.mod": {"Host": host, "f": "(x)"}}}
-
-    frozen = made()
-    assert host_contracts.differences(frozen, made()) == []
-    assert host_contracts.differences(frozen, made(run="(self, x, y)")) == [
-        "pkg.mod.Host.run was (self, x) and is (self, x, y)"
-    ]
-    assert host_contracts.differences(frozen, made(**{"abstract methods": ["a", "b"]})) == [
-        "pkg.mod.Host.abstract methods: b is new"
-    ]
-    gone = made()
-    del gone["modules"]["pkg.mod"]["f"]
-    assert host_contracts.differences(frozen, gone) == ["pkg.mod.f is gone"]
-
-
 def test_older_versions_may_lack_what_was_added_later() -> None:
     frozen = host_stubs.contract("transformers")
     name = next(iter(host_contracts.ADDED))
@@ -160,46 +117,6 @@ def test_functions_are_frozen_as_signature_or_source_or_keywords(tmp_path: Path)
     lines = host_contracts.differences(host_stubs.contract("transformers"), contract)
     assert "transformers.masking_utils.create_causal_mask.keywords of mask_interface: config is gone" in lines
     assert "transformers.masking_utils.sliding_window_overlay is gone" in lines
-
-
-FROZEN_MASKS = {
-    "create_causal_mask": {"keywords of mask_interface": None},
-    "gone": None,
-    "sdpa_mask": None,
-    "Masks": {"bases": None, "run": None, "missing": None},
-}
-
-
-def test_versions_that_lack_a_relied_part_are_not_frozen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "transformers.json"
-    monkeypatch.setattr(host_contracts, "FROZEN", tmp_path)
-    modules: dict[str, Any] = {
-        "transformers.masking_utils": {**FROZEN_MASKS},
-        "transformers.other": {"f": None},
-    }
-    path.write_text(json.dumps({"version": "1", "modules": modules}), encoding="utf-8")
-    before = path.read_bytes()
-    arguments = ["transformers", str(tmp_path), "--write"]
-    masks_of(MASKS + "\nclass Masks:\n    def run(self): ...\n", tmp_path)
-    with pytest.raises(SystemExit) as error:
-        host_contracts.main(arguments)
-    masks = "transformers.masking_utils"
-    says = f"transformers 6.0 lacks {masks}.gone, {masks}.Masks.missing, transformers.other.f: if "
-    assert says in str(error.value)
-    assert path.read_bytes() == before
-    modules[masks]["Masks"] = {"run": None}
-    del modules[masks]["gone"], modules["transformers.other"]
-    path.write_text(json.dumps({"version": "1", "modules": modules}), encoding="utf-8")
-    assert host_contracts.main(arguments) == 0
-    # A function instead of the class lacks its members.
-    function = {
-        "version": "1",
-        "modules": {masks: {"Masks": "(run)", "create_causal_mask": {}, "sdpa_mask": ""}},
-    }
-    assert f"{masks}.Masks.run" in host_contracts.absent("transformers", function)
-    assert json.loads(path.read_bytes())["modules"][masks]["Masks"]["run"] == "(self)"
 
 
 def test_torch_is_not_frozen_without_the_list_of_operators() -> None:

@@ -1,4 +1,4 @@
-"""Tests of the import of host libraries and their versions."""
+"""Tests of the import of host libraries, their versions, and the registration in a missing one."""
 
 import sys
 from collections.abc import Callable
@@ -9,8 +9,10 @@ import msgspec
 import pytest
 
 from flashtune import UsageError
+from flashtune.integrations import transformers as integration
 from flashtune.integrations import wait
 from flashtune.integrations.host_library import host_attribute, host_library
+from tests.support.host_stubs import report_version
 
 Install = Callable[[str, str], None]
 
@@ -113,3 +115,25 @@ def test_a_name_that_a_newer_version_lacks_is_named() -> None:
 
 def test_nothing_is_waited_for_without_calls() -> None:
     assert wait(0.0)
+
+
+@pytest.mark.parametrize("name", ["flashtune", "my_flash", "sdpa", "eager", "", "org/kernel", "a|b"])
+def test_names_are_checked(name: str) -> None:
+    with pytest.raises(UsageError, match=r"name is .*: .*pass"):
+        integration.register(name)
+
+
+def test_a_missing_library_gives_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    report_version(monkeypatch, "transformers", None)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(
+        UsageError, match=r"^transformers is not installed: install transformers >= 5.17, < 6$"
+    ):
+        integration.register()
+
+
+@pytest.mark.parametrize(("version", "age"), [("5.16.2", "old"), ("6.0.0", "new")])
+def test_other_versions_give_one_sentence(monkeypatch: pytest.MonkeyPatch, version: str, age: str) -> None:
+    report_version(monkeypatch, "transformers", version)
+    with pytest.raises(UsageError, match=f"is too {age}: install transformers >= 5.17, < 6$"):
+        integration.register()

@@ -119,12 +119,6 @@ def test_a_context_ends_only_what_it_began(originals: Originals) -> None:
     assert integration.is_active()
 
 
-def test_the_context_ends_with_an_error(originals: Originals) -> None:
-    with pytest.raises(KeyError), integration.activate():
-        raise KeyError
-    assert set(overridden().values()) == {False}
-
-
 def test_another_name_is_taken(registry: dict[str, Any]) -> None:
     integration.activate(names=("FA3", "flashtune"))
     assert torch_attention.current_flash_attention_impl() == "FA3"
@@ -249,22 +243,14 @@ def test_threads_may_activate_and_call(originals: Originals) -> None:
 
 def test_a_kernel_outlives_its_removal(originals: Originals, monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread may wait for Python's lock between its look-up of a kernel and the call."""
-    made: list[weakref.ref[Any]] = []
-    forward_override = operator_overrides.forward_override
-
-    def remembered(*args: Any) -> Any:
-        override = forward_override(*args)
-        made.append(weakref.ref(override))
-        return override
-
-    monkeypatch.setattr(integration, "forward_override", remembered)
     monkeypatch.setattr(SESSION, "removed_kernels", deque(maxlen=4))
     with integration.activate():
-        first = [*made]
+        pass
+    first = [weakref.ref(kernel) for kernels in SESSION.removed_kernels for kernel in kernels]
     gc.collect()
     assert first
     assert all(reference() is not None for reference in first)
-    for _ in range(2):
+    for _ in range(4):
         with integration.activate():
             pass
     gc.collect()

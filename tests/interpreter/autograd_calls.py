@@ -49,8 +49,3 @@ def exact_gradients(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> list[Ten
     dout = 2 * testing.reference(inputs).out.exact
     gradients = [each for each in testing.reference(inputs.backward(dout))[2:] if each is not None]
     return [each.exact.sum(0) if each.name in ("dslopes", "dsinks") else each.exact for each in gradients]
-
-
-def close(actual: Any, wanted: Any) -> None:
-    for gradient, reference in zip(actual, wanted, strict=True):
-        torch.testing.assert_close(gradient.double(), reference.double(), atol=2e-5, rtol=2e-5)

@@ -1,6 +1,5 @@
 """Tests of plans, shared prefixes, gradients and compiled calls with features, on the CPU."""
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,6 @@ import flashtune
 from flashtune.core.errors import ProblemError
 from flashtune.request.call import dense_call, paged_call
 from flashtune.runtime.session import SESSION, Session
-from tests.interpreter.autograd_calls import exact_gradients
 from tests.interpreter.feature_calls import HEADS, WIDTH, dense, packed
 from tests.problems.features import KEYS, agrees, expected, paged, starts
 
@@ -107,20 +105,6 @@ def test_explanations() -> None:
     assert "packed=32" in flashtune.explain_varlen(*packed(), causal=True).command
     token = torch.randn(len(KEYS), HEADS, WIDTH)
     assert "page_size=16" in flashtune.explain_paged(token, *paged()).command
-
-
-def test_gradients() -> None:
-    q, k, v = (tensor.requires_grad_() for tensor in dense(2, 33, 28))
-    sinks = torch.zeros(HEADS, requires_grad=True)
-    options: dict[str, Any] = {"sinks": sinks, "window": (5, 0), "softcap": 2.0}
-    expected = exact_gradients(q, k, v, **options)
-    for attend in (flashtune.attention, compiled(flashtune.attention)):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", flashtune.FlashtuneWarning)
-            out = attend(q, k, v, causal=True, **options)
-        gradients = torch.autograd.grad(out.square().sum(), (q, k, v, sinks))
-        for gradient, exact in zip(gradients, expected, strict=True):
-            torch.testing.assert_close(gradient.double(), exact, atol=1e-4, rtol=1e-4)
 
 
 def test_unsupported_gradients_raise() -> None:

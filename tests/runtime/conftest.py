@@ -1,24 +1,21 @@
 """Problems and records as dispatch meets them, and a runtime that remembers nothing between tests."""
 
 import contextlib
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 from triton.runtime import driver
 
-from flashtune import testing
-from flashtune.core.problem import Problem
-from flashtune.core.record import Record
+from flashtune.core.kernel import Kernel
 from flashtune.dispatch import decision, sdpa
 from flashtune.launch import launch, workspaces
 from flashtune.launch.workspaces import Memory
 from flashtune.runtime import backward_executors, executors
 from flashtune.runtime.session import SESSION
 from tests.emulator.tensor_maps import Driver
-from tests.support import records
 from tests.support.fakes import install
 from tests.support.machine import Machine
 from tests.support.runtime import forget_all, using
@@ -35,20 +32,6 @@ def fresh_runtime() -> Iterator[None]:
     forget()
     yield
     forget()
-
-
-@pytest.fixture
-def problem() -> Problem:
-    return testing.problem("heads=8,kv_heads=2,seqlen=512,head_dim=64,dtype=bf16,causal,batch=2")
-
-
-MakeRecord = Callable[..., Record]
-
-
-@pytest.fixture
-def make_record() -> MakeRecord:
-    """Records as a search on this machine would have stored them."""
-    return records.make_record
 
 
 @pytest.fixture
@@ -77,7 +60,6 @@ class Pool:
 def pool(monkeypatch: pytest.MonkeyPatch) -> Pool:
     fake = Pool()
     install(monkeypatch, fake, workspaces)
-    monkeypatch.setattr(workspaces, "_kept", defaultdict(lambda: defaultdict(list)))
     return fake
 
 
@@ -100,7 +82,7 @@ class Devices:
 @pytest.fixture
 def devices(monkeypatch: pytest.MonkeyPatch) -> Devices:
     fake = Devices()
-    monkeypatch.setattr(torch.cuda, "device", fake.device)
+    install(monkeypatch, fake, torch.cuda)
     for module in (launch, executors, backward_executors):
         monkeypatch.setattr(module, "current_device", lambda: fake.current)
     return fake
@@ -137,3 +119,19 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
             yield fake
         finally:
             fake.compiler.release.set()  # or the worker would wait for it after a failure
+
+
+@pytest.fixture
+def launches(machine: Machine) -> list[str]:
+    """Families whose kernels were launched; they write ones."""
+    families: list[str] = []
+
+    def bind(kernel: Kernel, target: object, *arguments: object, compiled: object) -> Callable[..., None]:
+        def launch(tensors: tuple[Tensor, ...], *rest: object) -> None:
+            families.append(kernel.family)
+            tensors[3].fill_(1.0)
+
+        return launch
+
+    machine.launch = bind
+    return families

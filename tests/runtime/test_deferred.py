@@ -6,7 +6,6 @@ import signal
 import sys
 import threading
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +15,22 @@ import torch
 
 import flashtune
 from flashtune.core.notices import FlashtuneWarning
-from flashtune.core.problem import Causal, Direction, Problem
-from flashtune.core.record import Record
-from flashtune.dispatch.bound_request import BoundRequest
+from flashtune.core.problem import Causal, Problem
 from flashtune.dispatch.tables import Tables
 from flashtune.recording.recorder import read_counts
 from flashtune.request.call import Call, dense_call, varlen_call
-from flashtune.runtime import background, buckets
+from flashtune.runtime import background
 from flashtune.runtime.background import Worker
-from flashtune.runtime.buckets import REFUSED, bound_passes
+from flashtune.runtime.buckets import REFUSED
 from flashtune.runtime.gradients import BackwardInputs
 from flashtune.runtime.session import SESSION, Session, record_calls
-from flashtune.templates.registry import find_family
-from tests.support.machine import TARGET, Machine, expected, inputs, tuned
+from tests.runtime.training.training_calls import backward_record
+from tests.support.machine import PROBLEM, Machine, expected, inputs, tuned
+from tests.support.records import make_record
 from tests.support.runtime import using
 from tests.support.unfused import unfused
+from tests.support.values import present
 
-Make = Callable[..., Record]
 USUAL = "sdpa-cudnn"
 FASTER, SLOWER = {USUAL: 1.5}, {USUAL: 1.005}
 
@@ -58,19 +56,9 @@ def with_lengths(problem: Problem, seqlen_q: int, seqlen_kv: int, batch: int = 2
     return msgspec.structs.replace(problem, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, batch=batch)
 
 
-def backward_record(make_record: Make, problem: Problem, peers: dict[str, float]) -> Record:
-    problem = msgspec.structs.replace(problem, direction=Direction.BACKWARD)
-    family = find_family("backward_split")
-    return make_record(
-        problem, peers=peers, family=family.name, config=family.default(problem, TARGET), kernel=None
-    )
-
-
-def test_a_faster_kernel_serves_after_its_preparation(
-    machine: Machine, problem: Problem, make_record: Make
-) -> None:
-    tuned(machine, make_record(problem, peers=FASTER))
-    call = called(problem)
+def test_a_faster_kernel_serves_after_its_preparation(machine: Machine) -> None:
+    tuned(machine, make_record(PROBLEM, peers=FASTER))
+    call = called(PROBLEM)
     assert ready(call, USUAL) is None
     executor = served(call)
     torch.testing.assert_close(
@@ -80,76 +68,57 @@ def test_a_faster_kernel_serves_after_its_preparation(
 
 @pytest.mark.parametrize("peers", [SLOWER, {"sdpa-flash": 9.0}, {}], ids=["slower", "another", "unknown"])
 def test_the_replaced_operator_serves_unless_it_is_known_to_be_slower(
-    machine: Machine, problem: Problem, make_record: Make, peers: dict[str, float]
+    machine: Machine, peers: dict[str, float]
 ) -> None:
-    tuned(machine, make_record(problem, peers=peers))
-    call = called(problem)
+    tuned(machine, make_record(PROBLEM, peers=peers))
+    call = called(PROBLEM)
     assert served(call) is None
-    kind = SESSION.entry(call, USUAL)
-    assert kind is not None
+    kind = present(SESSION.entry(call, USUAL))
     assert kind.is_refused
     assert not machine.kernels
 
 
-def test_the_worker_loads_the_kernel_that_clears_rows(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_worker_loads_the_kernel_that_clears_rows(machine: Machine) -> None:
     threads = []
 
     def loaded(*_: object) -> None:
         threads.append(threading.current_thread().name)
 
-    monkeypatch.setattr(buckets, "clearer_of", loaded)
+    machine.tail_clearer = loaded  # type: ignore[method-assign, assignment]
     q, starts = torch.randn(40, 2, 64), torch.tensor([0, 10, 40], dtype=torch.int32)
     ready(varlen_call(q, q, q, starts, starts, 30, 30), None)
     SESSION.wait()
     assert threads == ["flashtune-prepare"]
 
 
-def test_tensors_with_their_sign_in_a_flag_are_passed_on(
-    machine: Machine, problem: Problem, make_record: Make
-) -> None:
-    tuned(machine, make_record(problem, peers=FASTER))
-    call = called(problem)
+def test_tensors_with_their_sign_in_a_flag_are_passed_on(machine: Machine) -> None:
+    tuned(machine, make_record(PROBLEM, peers=FASTER))
+    call = called(PROBLEM)
     assert served(call) is not None
     assert ready(call._replace(k=torch._neg_view(call.k)), USUAL) is None
 
 
-def test_kernels_serve_where_no_operator_was_measured(
-    machine: Machine, problem: Problem, make_record: Make
-) -> None:
-    tuned(machine, make_record(problem))
-    assert served(called(problem), None) is not None
+def test_kernels_serve_where_no_operator_was_measured(machine: Machine) -> None:
+    tuned(machine, make_record(PROBLEM))
+    assert served(called(PROBLEM), None) is not None
 
 
-def test_new_lengths_of_a_bucket_are_served_at_once(
-    machine: Machine, problem: Problem, make_record: Make
-) -> None:
-    tuned(machine, make_record(with_lengths(problem, 512, 512), peers=FASTER))
-    assert served(called(with_lengths(problem, 300, 300))) is not None
+def test_new_lengths_of_a_bucket_are_served_at_once(machine: Machine) -> None:
+    tuned(machine, make_record(with_lengths(PROBLEM, 512, 512), peers=FASTER))
+    assert served(called(with_lengths(PROBLEM, 300, 300))) is not None
     prepared = machine.steps.count("compile")
     for length in range(301, 311):
-        call = called(with_lengths(problem, length, length))
-        executor = ready(call, USUAL)
-        assert executor is not None
+        call = called(with_lengths(PROBLEM, length, length))
+        executor = present(ready(call, USUAL))
         out = executor(*call[:3], None, call.side)
         torch.testing.assert_close(out, expected(call.q, call.k, call.v), atol=0, rtol=0)
     assert machine.steps.count("compile") == prepared
-    assert ready(called(with_lengths(problem, 200, 200)), USUAL) is None
+    assert ready(called(with_lengths(PROBLEM, 200, 200)), USUAL) is None
 
 
-def test_kernels_are_bound_to_new_lengths_without_new_properties(machine: Machine, problem: Problem) -> None:
-    served(called(problem), None)
-    (entry,), (bucket,) = SESSION.entries.values(), SESSION.buckets.values()
-    bound = BoundRequest.of(called(with_lengths(problem, 300, 300)), platform=machine)
-    assert bucket.choices is not None
-    assert bound_passes(bound, entry.properties, bucket.choices, machine) is not None
-    assert "forward_properties" not in vars(bound)
-
-
-def test_explanations_name_the_caller(machine: Machine, problem: Problem, make_record: Make) -> None:
-    tuned(machine, make_record(problem, peers=FASTER))
-    call = called(problem)
+def test_explanations_name_the_caller(machine: Machine) -> None:
+    tuned(machine, make_record(PROBLEM, peers=FASTER))
+    call = called(PROBLEM)
     assert "called by" not in str(flashtune.explain(*call[:3], causal=True))
     for _ in range(2):
         ready(call, USUAL, "torch")
@@ -163,29 +132,27 @@ def test_explanations_name_the_caller(machine: Machine, problem: Problem, make_r
         assert flashtune.explain(*call[:3], causal=True).caller == caller
 
 
-def test_unequal_lengths_are_not_in_the_bucket_of_equal_ones(
-    machine: Machine, problem: Problem, make_record: Make
-) -> None:
-    tuned(machine, make_record(problem, peers=FASTER))
-    assert served(called(with_lengths(problem, 512, 512))) is not None
-    call = dense_call(*inputs(with_lengths(problem, 300, 310)), causal="top_left")
+def test_unequal_lengths_are_not_in_the_bucket_of_equal_ones(machine: Machine) -> None:
+    tuned(machine, make_record(PROBLEM, peers=FASTER))
+    assert served(called(with_lengths(PROBLEM, 512, 512))) is not None
+    call = dense_call(*inputs(with_lengths(PROBLEM, 300, 310)), causal="top_left")
     executor = served(call, None)
     out = executor(*call[:3], None, call.side)
     torch.testing.assert_close(out, expected(call.q, call.k, call.v, "top_left"), atol=0, rtol=0)
 
 
-def test_a_tuned_problem_has_its_own_bucket(machine: Machine, problem: Problem, make_record: Make) -> None:
-    odd = with_lengths(problem, 300, 300, batch=3)
-    tuned(machine, make_record(odd, peers=SLOWER), make_record(problem, peers=FASTER))
+def test_a_tuned_problem_has_its_own_bucket(machine: Machine) -> None:
+    odd = with_lengths(PROBLEM, 300, 300, batch=3)
+    tuned(machine, make_record(odd, peers=SLOWER), make_record(PROBLEM, peers=FASTER))
     assert served(called(odd)) is None
-    assert served(called(with_lengths(problem, 301, 301))) is not None
+    assert served(called(with_lengths(PROBLEM, 301, 301))) is not None
 
 
-def test_one_thread_prepares_all_buckets(machine: Machine, problem: Problem) -> None:
-    served(called(problem))
+def test_one_thread_prepares_all_buckets(machine: Machine) -> None:
+    served(called(PROBLEM))
     machine.compiler.release.clear()
     for batch in (1, 2, 4, 8):
-        assert ready(called(with_lengths(problem, 64, 64, batch)), None) is None
+        assert ready(called(with_lengths(PROBLEM, 64, 64, batch)), None) is None
     assert [thread.name for thread in threading.enumerate()].count("flashtune-prepare") == 1
     assert not SESSION.wait(0.01)
     machine.compiler.release.set()
@@ -193,26 +160,24 @@ def test_one_thread_prepares_all_buckets(machine: Machine, problem: Problem) -> 
     assert machine.compiler.threads == {"flashtune-prepare"}
 
 
-def test_a_failed_bucket_is_remembered_with_one_warning(
-    machine: Machine, problem: Problem, make_record: Make
-) -> None:
+def test_a_failed_bucket_is_remembered_with_one_warning(machine: Machine) -> None:
     machine.right = False
-    tuned(machine, make_record(problem, peers=FASTER, kernel="0" * 32))
-    call = called(problem)
+    tuned(machine, make_record(PROBLEM, peers=FASTER, kernel="0" * 32))
+    call = called(PROBLEM)
     with pytest.warns(FlashtuneWarning, match="the replaced operator serves") as warned:
         assert served(call) is None
     assert len(warned) == 1
     checks = len(machine.checked)
-    other = called(with_lengths(problem, 511, 511))
+    other = called(with_lengths(PROBLEM, 511, 511))
     assert served(other) is None
     assert served(call) is None
     assert len(machine.checked) <= checks + 1
 
 
-def test_an_unexpected_error_reaches_no_call(machine: Machine, problem: Problem) -> None:
+def test_an_unexpected_error_reaches_no_call(machine: Machine) -> None:
     machine.compiler.failure = AssertionError("a defect")
     with pytest.warns(FlashtuneWarning, match="a defect"):
-        assert served(called(problem), None) is None
+        assert served(called(PROBLEM), None) is None
 
 
 class WithoutRecords(Machine):
@@ -220,34 +185,32 @@ class WithoutRecords(Machine):
         super().__init__()
         self.loads = 0
 
-    def records(self, target: object) -> Tables:
+    def records(self, target_name: str) -> Tables:
         self.loads += 1
         raise OSError("a full disk")
 
 
-def test_records_that_cannot_be_loaded_refuse_all_calls(problem: Problem) -> None:
+def test_records_that_cannot_be_loaded_refuse_all_calls() -> None:
     broken = WithoutRecords()
     with using(broken, broken, broken.compiler):
         with pytest.warns(FlashtuneWarning, match="a full disk") as warned:
-            assert served(called(problem)) is None
-        assert served(called(with_lengths(problem, 64, 64))) is None
+            assert served(called(PROBLEM)) is None
+        assert served(called(with_lengths(PROBLEM, 64, 64))) is None
         assert len(warned) == broken.loads == 1
-        assert SESSION.entry(called(problem), USUAL) is REFUSED
+        assert SESSION.entry(called(PROBLEM), USUAL) is REFUSED
 
 
-def test_a_launch_that_cannot_be_bound_is_refused(
-    machine: Machine, problem: Problem, make_record: Make
-) -> None:
+def test_a_launch_that_cannot_be_bound_is_refused(machine: Machine) -> None:
     machine.compiles = False
-    tuned(machine, make_record(problem, peers=FASTER))
+    tuned(machine, make_record(PROBLEM, peers=FASTER))
     with pytest.warns(FlashtuneWarning, match="out of registers"):
-        assert served(called(problem)) is None
+        assert served(called(PROBLEM)) is None
 
 
-def test_a_capture_neither_queues_nor_binds(machine: Machine, problem: Problem, make_record: Make) -> None:
-    tuned(machine, make_record(problem, peers=FASTER))
+def test_a_capture_neither_queues_nor_binds(machine: Machine) -> None:
+    tuned(machine, make_record(PROBLEM, peers=FASTER))
     machine.capturing = True
-    first, second = called(problem), called(with_lengths(problem, 511, 511))
+    first, second = called(PROBLEM), called(with_lengths(PROBLEM, 511, 511))
     assert served(first) is None
     assert not SESSION.entries
     machine.capturing = False
@@ -259,9 +222,9 @@ def test_a_capture_neither_queues_nor_binds(machine: Machine, problem: Problem, 
     assert ready(second) is not None
 
 
-def test_a_full_queue_is_not_made_longer(machine: Machine, problem: Problem) -> None:
+def test_a_full_queue_is_not_made_longer(machine: Machine) -> None:
     session = Session(machine, machine, machine.compiler, queue_limit=2)
-    ready(called(problem), session=session)
+    ready(called(PROBLEM), session=session)
     session.wait()
     began, release = threading.Event(), threading.Event()
 
@@ -276,17 +239,17 @@ def test_a_full_queue_is_not_made_longer(machine: Machine, problem: Problem) -> 
         session.worker.put(block, 1)
         assert began.wait(60)
         for batch in batches:
-            ready(called(with_lengths(problem, 8, 8, batch)), None, session=session)
+            ready(called(with_lengths(PROBLEM, 8, 8, batch)), None, session=session)
         count = len(session.entries)
         release.set()
         session.wait()
         assert count == kinds
 
 
-def test_preparations_keep_no_tensors(machine: Machine, problem: Problem) -> None:
-    served(called(problem))
+def test_preparations_keep_no_tensors(machine: Machine) -> None:
+    served(called(PROBLEM))
     machine.compiler.release.clear()
-    call = called(with_lengths(problem, 64, 64))
+    call = called(with_lengths(PROBLEM, 64, 64))
     alive = [weakref.ref(tensor) for tensor in call[:3]]
     ready(call, None)
     del call
@@ -297,9 +260,9 @@ def test_preparations_keep_no_tensors(machine: Machine, problem: Problem) -> Non
 
 
 @pytest.mark.slow
-def test_threads_get_the_same_bits(machine: Machine, problem: Problem, make_record: Make) -> None:
-    tuned(machine, make_record(problem, peers=FASTER))
-    call = called(problem)
+def test_threads_get_the_same_bits(machine: Machine) -> None:
+    tuned(machine, make_record(PROBLEM, peers=FASTER))
+    call = called(PROBLEM)
     want = expected(call.q, call.k, call.v)
     wrong: list[object] = []
     served_by_kernels: list[object] = []
@@ -335,14 +298,14 @@ def test_threads_get_the_same_bits(machine: Machine, problem: Problem, make_reco
     ],
 )
 def test_both_passes_are_chosen_together(
-    machine: Machine, problem: Problem, make_record: Make, first: float, last: float | None, serves: bool
+    machine: Machine, first: float, last: float | None, serves: bool
 ) -> None:
     tuned(
         machine,
-        make_record(problem, peers={USUAL: first}),
-        backward_record(make_record, problem, {} if last is None else {USUAL: last}),
+        make_record(PROBLEM, peers={USUAL: first}),
+        backward_record(PROBLEM, peers={} if last is None else {USUAL: last}),
     )
-    q, k, v = (tensor.requires_grad_() for tensor in inputs(problem))
+    q, k, v = (tensor.requires_grad_() for tensor in inputs(PROBLEM))
     call = dense_call(q, k, v, causal=True)
     executor = served(call)
     assert (executor is not None) == serves
@@ -357,61 +320,55 @@ def test_both_passes_are_chosen_together(
 
 
 @pytest.mark.parametrize("is_trained", [False, True])
-def test_a_bias_has_a_gradient_if_it_requires_grad(
-    machine: Machine, problem: Problem, make_record: Make, is_trained: bool
-) -> None:
-    tuned(machine, make_record(problem, peers=FASTER), backward_record(make_record, problem, FASTER))
-    q, k, v = (tensor.requires_grad_() for tensor in inputs(problem))
-    bias = torch.zeros(problem.seqlen_q, problem.seqlen_kv, dtype=q.dtype)
+def test_a_bias_has_a_gradient_if_it_requires_grad(machine: Machine, is_trained: bool) -> None:
+    tuned(machine, make_record(PROBLEM, peers=FASTER), backward_record(PROBLEM, peers=FASTER))
+    q, k, v = (tensor.requires_grad_() for tensor in inputs(PROBLEM))
+    bias = torch.zeros(PROBLEM.seqlen_q, PROBLEM.seqlen_kv, dtype=q.dtype)
     call = dense_call(q, k, v, causal=True, attn_bias=bias.requires_grad_(is_trained))
     assert served(call, None) is not None
-    kind = SESSION.entry(call, None)
-    assert kind is not None
+    kind = present(SESSION.entry(call, None))
     assert kind.has_best_tensors
     (backward,) = (kernel for kernel in machine.kernels if kernel.writes("dq"))
     assert backward.writes("dbias") is is_trained
 
 
-def test_passes_serve_without_autograd(machine: Machine, problem: Problem, make_record: Make) -> None:
-    tuned(machine, make_record(problem, peers=FASTER), backward_record(make_record, problem, FASTER))
-    call = called(problem)
+def test_passes_serve_without_autograd(machine: Machine) -> None:
+    tuned(machine, make_record(PROBLEM, peers=FASTER), backward_record(PROBLEM, peers=FASTER))
+    call = called(PROBLEM)
     SESSION.entry(call, USUAL, needs_grad=True)
     SESSION.wait()
-    kind = SESSION.entry(call, USUAL, needs_grad=True)
-    assert kind is not None
+    kind = present(SESSION.entry(call, USUAL, needs_grad=True))
     SESSION.wait()
-    passes = kind.passes
-    assert passes is not None
-    assert passes.backward is not None
+    passes = present(kind.passes)
     out, lse = passes.forward(*call[:3], None, call.side)
     want, want_lse = unfused(*call[:3], scale=0.125, causal=Causal.BOTTOM_RIGHT, return_lse=True)
     torch.testing.assert_close(out, want)
     torch.testing.assert_close(lse, want_lse)
-    gradients = passes.backward(BackwardInputs(*call[:3], out, lse, torch.ones_like(out), None, None))
+    gradients = present(passes.backward)(
+        BackwardInputs(*call[:3], out, lse, torch.ones_like(out), None, None)
+    )
     assert gradients.dq.shape == call.q.shape
 
 
-def test_invalid_calls_are_refused_without_an_error(machine: Machine, problem: Problem) -> None:
-    q, k, v = inputs(problem)
-    served(called(problem))
+def test_invalid_calls_are_refused_without_an_error(machine: Machine) -> None:
+    q, k, v = inputs(PROBLEM)
+    served(called(PROBLEM))
     assert ready(dense_call(q, k[..., :32], v), USUAL) is None
     assert ready(dense_call(q, k, v, scale=-1.0), USUAL) is None
     assert ready(dense_call(q[:, :, :0], k, v), USUAL) is None
     assert ready(dense_call(q, None, v), USUAL) is None  # type: ignore[arg-type]
 
 
-def test_calls_that_are_passed_on_are_recorded_too(
-    machine: Machine, problem: Problem, make_record: Make, file: Path
-) -> None:
-    tuned(machine, make_record(problem, peers=SLOWER))
-    call = called(problem)
+def test_calls_that_are_passed_on_are_recorded_too(machine: Machine, file: Path) -> None:
+    tuned(machine, make_record(PROBLEM, peers=SLOWER))
+    call = called(PROBLEM)
     with record_calls(file):
         assert served(call) is None
         calls = 3
         for _ in range(calls):
             ready(call, USUAL)
     (count,) = read_counts(file)
-    assert count.problem == problem
+    assert count.problem == PROBLEM
     # The first call came before the records were loaded.
     assert count.calls == calls + 1
     assert not SESSION.entries

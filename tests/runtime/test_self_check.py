@@ -6,7 +6,6 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -14,19 +13,20 @@ import pytest
 import torch
 
 from flashtune.core.errors import KernelError
-from flashtune.core.kernel import Kernel
 from flashtune.core.notices import FlashtuneWarning
-from flashtune.core.problem import Problem
-from flashtune.core.record import Record, Verdict
+from flashtune.core.record import Verdict
 from flashtune.core.target import find_target
 from flashtune.db.codec import Check
 from flashtune.db.store import open_store
 from flashtune.dispatch.versions import current_versions
 from flashtune.launch.compilation import kernel_folder
 from flashtune.launch.kernel_cache import kernel_of
-from flashtune.runtime.self_check import SelfChecks
+from flashtune.runtime.self_check import CheckTask, SelfChecks
+from flashtune.templates.registry import find_family
+from tests.support.fakes import install
+from tests.support.machine import PROBLEM
+from tests.support.records import make_record
 
-Make = Callable[..., Record]
 TARGET = find_target("h200")
 DEVICE = torch.device("cuda", 0)
 
@@ -43,99 +43,82 @@ class Checker:
         return self.verdict
 
 
-def kernel_for(record: Record) -> Kernel:
-    return kernel_of(record, record.specialization)
+RECORD = make_record(PROBLEM)
+KERNEL = kernel_of(RECORD, RECORD.specialization)
+TASK = CheckTask(KERNEL, PROBLEM, find_family(RECORD.family).default(PROBLEM, TARGET), TARGET, DEVICE)
 
 
 @pytest.mark.parametrize("passed", [True, False])
-def test_verdict_is_cached_in_process_and_database(problem: Problem, make_record: Make, passed: bool) -> None:
+def test_verdict_is_cached_in_process_and_database(passed: bool) -> None:
     checker = Checker(passed)
     checks = SelfChecks(checker)
-    record = make_record(problem)
-    kernel = kernel_for(record)
-    assert record.config is not None
-    assert checks.known_verdict(kernel, TARGET) is None
+    assert checks.known_verdict(KERNEL, TARGET) is None
     for _ in range(3):
-        assert checks.passes(kernel, problem, record.config, TARGET, DEVICE) is passed
+        assert checks.passes(TASK) is passed
     assert checker.calls == 1
     checks = SelfChecks(checker)
-    assert checks.passes(kernel, problem, record.config, TARGET, DEVICE) is passed
+    assert checks.passes(TASK) is passed
     assert checker.calls == 1, "the database remembers for other processes"
     checks = SelfChecks(checker)
-    assert checks.known_verdict(kernel, find_target("a100")) is None
+    assert checks.known_verdict(KERNEL, find_target("a100")) is None
 
 
-def test_verdict_under_other_versions_is_ignored(problem: Problem, make_record: Make) -> None:
-    record = make_record(problem)
-    kernel = kernel_for(record)
-    versions = msgspec.structs.replace(current_versions(record.family), driver="another")
+def test_verdict_under_other_versions_is_ignored() -> None:
+    versions = msgspec.structs.replace(current_versions(RECORD.family), driver="another")
     with open_store() as store:
         store.remember_check(
-            Check(digest=kernel.digest, target=TARGET.name, versions=versions, verdict=Checker(True).verdict)
+            Check(digest=KERNEL.digest, target=TARGET.name, versions=versions, verdict=Checker(True).verdict)
         )
-    assert SelfChecks().known_verdict(kernel, TARGET) is None
+    assert SelfChecks().known_verdict(KERNEL, TARGET) is None
 
 
-def test_unreachable_database_causes_a_check_in_every_process(
-    problem: Problem, make_record: Make, own_database: Path
-) -> None:
+def test_unreachable_database_causes_a_check_in_every_process(own_database: Path) -> None:
     own_database.write_bytes(b"no database at all, but long enough to be read as one" * 40)
     checker = Checker(True)
     checks = SelfChecks(checker)
-    record = make_record(problem)
-    assert record.config is not None
-    kernel = kernel_for(record)
     with pytest.warns(FlashtuneWarning, match="checked again in every process"):
-        assert checks.passes(kernel, problem, record.config, TARGET, DEVICE)
+        assert checks.passes(TASK)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert checks.passes(kernel, problem, record.config, TARGET, DEVICE)
+        assert checks.passes(TASK)
     assert checker.calls == 1
 
 
-def test_launch_failure_stores_no_verdict(problem: Problem, make_record: Make) -> None:
+def test_launch_failure_stores_no_verdict() -> None:
     def fail(*_: object, compiled: object) -> Verdict:
         raise KernelError("out of resources")
 
     checks = SelfChecks(fail)
-    record = make_record(problem)
-    assert record.config is not None
     with pytest.raises(KernelError):
-        checks.passes(kernel_for(record), problem, record.config, TARGET, DEVICE)
-    assert checks.known_verdict(kernel_for(record), TARGET) is None
+        checks.passes(TASK)
+    assert checks.known_verdict(KERNEL, TARGET) is None
 
 
-def test_duration_of_a_check_is_stored(problem: Problem, make_record: Make) -> None:
+def test_duration_of_a_check_is_stored() -> None:
     checks = SelfChecks(Checker(True))
-    record = make_record(problem)
-    assert record.config is not None
-    kernel = kernel_for(record)
-    assert checks.known_seconds(kernel, TARGET) is None
-    checks.passes(kernel, problem, record.config, TARGET, DEVICE)
-    seconds = checks.known_seconds(kernel, TARGET)
+    assert checks.known_seconds(KERNEL, TARGET) is None
+    checks.passes(TASK)
+    seconds = checks.known_seconds(KERNEL, TARGET)
     assert seconds is not None
     assert 0 <= seconds < 1
 
 
-def test_verdict_of_another_process_is_used_after_the_wait(problem: Problem, make_record: Make) -> None:
+def test_verdict_of_another_process_is_used_after_the_wait() -> None:
     checker = Checker(True)
     checks = SelfChecks(checker)
-    record = make_record(problem)
-    assert record.config is not None
-    kernel = kernel_for(record)
 
     def after_another() -> Path:
         """Returns the folder of the lock, for which another process waited that has stored its verdict."""
         with open_store() as store:
-            versions = current_versions(kernel.family)
+            versions = current_versions(KERNEL.family)
             wrong = Checker(False).verdict
             store.remember_check(
-                Check(digest=kernel.digest, target=TARGET.name, versions=versions, verdict=wrong)
+                Check(digest=KERNEL.digest, target=TARGET.name, versions=versions, verdict=wrong)
             )
         return kernel_folder()
 
     checks = SelfChecks(checker, folder=after_another)
-    assert not checks.passes(kernel, problem, record.config, TARGET, DEVICE)
+    assert not checks.passes(TASK)
     assert checker.calls == 0
 
 
@@ -157,34 +140,36 @@ class FakePreload:
         self.ended.set()
 
 
-@pytest.fixture
-def entered(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+class Contexts:
     """Devices and streams without a GPU: those that were entered."""
-    contexts: list[object] = []
 
-    def enter(context: object) -> contextlib.AbstractContextManager[None]:
-        contexts.append(context)
+    def __init__(self) -> None:
+        self.entered: list[object] = []
+
+    def current_stream(self, device: object) -> str:
+        return f"the caller's on {device}"
+
+    def stream(self, context: object) -> contextlib.AbstractContextManager[None]:
+        self.entered.append(context)
         return contextlib.nullcontext()
 
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the caller's on {device}")
-    monkeypatch.setattr(torch.cuda, "stream", enter)
-    monkeypatch.setattr(torch.cuda, "device", enter)
-    return contexts
+    def device(self, context: object) -> contextlib.AbstractContextManager[None]:
+        return self.stream(context)
+
+
+@pytest.fixture
+def entered(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    fake = Contexts()
+    install(monkeypatch, fake, torch.cuda)
+    return fake.entered
 
 
 @pytest.mark.parametrize("error", [None, KernelError("does not compile")], ids=str)
-def test_preload_runs_while_the_kernel_compiles(
-    problem: Problem,
-    make_record: Make,
-    entered: list[object],
-    error: KernelError | None,
-) -> None:
+def test_preload_runs_while_the_kernel_compiles(entered: list[object], error: KernelError | None) -> None:
     preload = FakePreload()
     checks = SelfChecks(preload=preload)
-    record = make_record(problem)
-    assert record.config is not None
     raised = contextlib.nullcontext() if error is None else pytest.raises(KernelError)
-    with raised, checks.preloading(kernel_for(record), problem, record.config, TARGET, DEVICE):
+    with raised, checks.preloading(TASK):
         assert preload.began.wait(600)
         assert not preload.ended.is_set()
         if error is not None:
@@ -193,57 +178,45 @@ def test_preload_runs_while_the_kernel_compiles(
     assert entered == [DEVICE, f"the caller's on {DEVICE}"]
 
 
-def test_preload_runs_once_for_kernels_of_a_kind(
-    problem: Problem, make_record: Make, entered: list[object]
-) -> None:
+def test_preload_runs_once_for_kernels_of_a_kind(entered: list[object]) -> None:
     checks = SelfChecks(preload=lambda *_: None)
-    record = make_record(problem)
-    assert record.config is not None
     kinds = (
-        problem,
-        msgspec.structs.replace(problem, seqlen_q=77),
-        msgspec.structs.replace(problem, window_left=9),
+        PROBLEM,
+        msgspec.structs.replace(PROBLEM, seqlen_q=77),
+        msgspec.structs.replace(PROBLEM, window_left=9),
     )
     for kind, devices in zip(kinds, (1, 1, 2), strict=True):
-        with checks.preloading(kernel_for(record), kind, record.config, TARGET, DEVICE):
+        with checks.preloading(TASK._replace(problem=kind)):
             pass
         assert entered.count(DEVICE) == devices
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.usefixtures("entered")
-def test_errors_of_the_preload_are_ignored(problem: Problem, make_record: Make) -> None:
+def test_errors_of_the_preload_are_ignored() -> None:
     preload = FakePreload(fails=True)
     checks = SelfChecks(preload=preload)
-    record = make_record(problem)
-    assert record.config is not None
-    with checks.preloading(kernel_for(record), problem, record.config, TARGET, DEVICE):
+    with checks.preloading(TASK):
         assert preload.began.wait(600)
 
 
-def test_verified_kernel_needs_no_preload(problem: Problem, make_record: Make, entered: list[object]) -> None:
+def test_verified_kernel_needs_no_preload(entered: list[object]) -> None:
     preload = FakePreload()
     checks = SelfChecks(Checker(True), preload)
-    record = make_record(problem)
-    assert record.config is not None
-    kernel = kernel_for(record)
-    checks.passes(kernel, problem, record.config, TARGET, DEVICE)
+    checks.passes(TASK)
     checks = SelfChecks(preload=preload)
-    with checks.preloading(kernel, problem, record.config, TARGET, DEVICE):
+    with checks.preloading(TASK):
         pass
     assert not preload.began.is_set()
     assert not entered
 
 
-def test_without_a_lock_every_process_checks(problem: Problem, make_record: Make, tmp_path: Path) -> None:
-    record = make_record(problem)
-    assert record.config is not None
-    kernel = kernel_for(record)
+def test_without_a_lock_every_process_checks(tmp_path: Path) -> None:
     no_folder = tmp_path / "file"
     no_folder.write_text("")
     checker = Checker(True)
     checks = SelfChecks(checker, folder=lambda: no_folder)
-    assert checks.passes(kernel, problem, record.config, TARGET, DEVICE)
+    assert checks.passes(TASK)
     assert checker.calls == 1
 
 

@@ -1,14 +1,26 @@
-"""Tests of unfused attention against float64."""
+"""Tests of unfused attention against float64, also with features, and of merging two parts."""
 
 import itertools
+from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
 
+from flashtune import merge_attention
+from flashtune.core.errors import ProblemError
+from flashtune.core.features.records import ExtraInputs
 from flashtune.core.problem import Causal
+from flashtune.dispatch.decision import Backend
+from flashtune.request.call import Call, dense_call, paged_call, varlen_call
+from flashtune.request.read_call import read_call
+from flashtune.runtime.executors import baseline_executor
+from flashtune.runtime.unfused import unfused_attention
+from flashtune.tuner.workloads.shapes import parse_shape
 from flashtune.verification.reference.forward import expect, sample
 from flashtune.verification.tolerance import worst_ratio
+from tests.problems.features import KEYS, QUERIES, agrees, paged, starts
 from tests.support.unfused import problem_of, unfused
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -56,13 +68,6 @@ def test_unfused_attention_is_within_kernel_tolerances(
         assert lse_ratio <= 1
 
 
-def test_without_lse() -> None:
-    q, k, v = tensors((5, 6), (2, 1), torch.float32, "bhsd", "cpu")
-    out, lse = unfused(q, k, v, scale=0.2)
-    assert lse is None
-    assert torch.equal(out, unfused(q, k, v, scale=0.2, return_lse=True)[0])
-
-
 @pytest.mark.parametrize(("seqlen_q", "seqlen_kv", "batch"), [(0, 5, 2), (5, 0, 2), (0, 0, 2), (5, 6, 0)])
 def test_empty_problems(seqlen_q: int, seqlen_kv: int, batch: int) -> None:
     q, k, v = tensors((seqlen_q, seqlen_kv), (4, 2), torch.bfloat16, "bhsd", "cpu")
@@ -70,15 +75,6 @@ def test_empty_problems(seqlen_q: int, seqlen_kv: int, batch: int) -> None:
     assert torch.equal(out, torch.zeros(batch, 4, seqlen_q, 16, dtype=torch.bfloat16))
     assert lse is not None
     assert torch.equal(lse, torch.full((batch, 4, seqlen_q), -torch.inf))
-
-
-def test_rows_that_see_no_key() -> None:
-    q, k, v = tensors((9, 4), (2, 2), torch.float16, "bhsd", "cpu")
-    out, lse = unfused(q, k, v, scale=0.2, causal=Causal.BOTTOM_RIGHT, return_lse=True)
-    assert lse is not None
-    assert torch.equal(out[:, :, :5], torch.zeros(2, 2, 5, 16, dtype=torch.float16))
-    assert torch.isneginf(lse[:, :, :5]).all()
-    assert torch.isfinite(lse[:, :, 5:]).all()
 
 
 def test_large_scores_of_float16_do_not_overflow() -> None:
@@ -104,3 +100,127 @@ def test_inputs_are_not_modified_and_get_gradients(lengths: tuple[int, int], cau
         assert tensor.grad is not None
         assert torch.isfinite(tensor.grad).all()
         assert tensor.grad.abs().sum() > 0
+
+
+HEADS = 4
+INT = torch.int32
+MASKS: list[dict[str, Any]] = [
+    {"causal": True},
+    {"causal": "top_left", "window": (6, 0)},
+    {"window": (4, 2), "sink_tokens": 3},
+    {"causal": True, "chunk": 8, "softcap": 0.7},
+    {"chunk": 8, "scale": 0.0},
+    {"causal": True, "sinks": torch.linspace(-2, 9, HEADS)},
+    {"causal": True, "alibi_slopes": torch.linspace(0, 1, HEADS), "window": (9, 0)},
+]
+
+
+def check(call: Call) -> None:
+    request = read_call(call)
+    assert request.problem.features
+    serve = baseline_executor(Backend.UNFUSED, request)
+    agrees(call, serve(call.q, call.k, call.v, call.scale, call.side))
+
+
+def dense(seqlen_q: int, seqlen_kv: int) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(seqlen_q)
+    k, v = torch.randn(2, 2, seqlen_kv, 32), torch.randn(2, 2, seqlen_kv, 16)
+    return torch.randn(2, HEADS, seqlen_q, 32), k, v
+
+
+@pytest.mark.parametrize("lengths", [(20, 28), (40, 20)])
+def test_dense(lengths: tuple[int, int]) -> None:
+    prefix = torch.tensor([0, 11], dtype=INT)
+    bias, seen = torch.randn(lengths), torch.rand(2, 1, *lengths) > 0.8
+    for options in (*MASKS[1:], {"prefix_lengths": prefix, "causal": True}, {"attn_bias": bias}):
+        check(dense_call(*dense(*lengths), return_lse=True, **options))
+    check(dense_call(*dense(*lengths), return_lse=True, attn_mask=seen, causal=True))
+
+
+def test_cache_with_invalid_rows_after_its_length() -> None:
+    q, k, v = dense(3, 28)
+    k[1, :, 13:] = v[1, :, 13:] = torch.nan
+    lengths = torch.tensor([28, 13], dtype=INT)
+    check(dense_call(q, k, v, return_lse=True, causal=True, kv_lengths=lengths))
+
+
+@pytest.mark.parametrize("options", MASKS)
+def test_packed(options: dict[str, Any]) -> None:
+    q, k = torch.randn(sum(QUERIES), HEADS, 32), torch.randn(sum(KEYS), 2, 32)
+    lengths = starts(QUERIES), starts(KEYS), max(QUERIES), max(KEYS)
+    check(varlen_call(q, k, k.clone(), *lengths, return_lse=True, **options))
+
+
+@pytest.mark.parametrize("options", MASKS)
+def test_pages(options: dict[str, Any]) -> None:
+    check(paged_call(torch.randn(len(KEYS), 2, HEADS, 32), *paged(), return_lse=True, **options))
+    q = torch.randn(sum(QUERIES), HEADS, 32)
+    both = options | {"cu_seqlens_q": starts(QUERIES), "max_seqlen_q": max(QUERIES), "layout": "hnd"}
+    check(paged_call(q, *paged(layout="hnd"), return_lse=True, **both))
+
+
+def test_bias_of_paged_keys_belongs_to_its_sequence() -> None:
+    (problem,) = parse_shape(
+        "heads=4,kv_heads=2,seqlen_q=3,seqlen_kv=32,head_dim=16,batch=2,dtype=fp32,bias=additive"
+    )
+    q, bias = torch.randn(2, 4, 3, 16), torch.randn(2, 4, 3, 32)
+    pages = torch.randn(4, 2, 16, 16)
+    table = torch.tensor([[2, 0], [1, 3]], dtype=INT)
+    k = pages[table.long()].transpose(1, 2).flatten(2, 3)
+    side = ExtraInputs(bias=bias)
+    expected, _ = unfused_attention(problem, q, k, k, side, scale=0.3)
+    paged_problem = msgspec.structs.replace(problem, page_size=16)
+    side = side._replace(block_table=table, seqlens_kv=torch.tensor([32, 32], dtype=INT))
+    out, _ = unfused_attention(paged_problem, q, pages, pages, side, scale=0.3)
+    torch.testing.assert_close(out, expected)
+
+
+def test_pages_of_8_bits_and_latent_values() -> None:
+    cache = paged()
+    k, v = ((tensor.nan_to_num() * 20).round().to(torch.int8) for tensor in cache[:2])
+    q = torch.randn(len(KEYS), HEADS, 32)
+    for shape in ((1,), (2,), (len(k), 2)):
+        scales: dict[str, Any] = {"k_scale": torch.rand(shape) / 20, "v_scale": torch.rand(shape) / 20}
+        check(paged_call(q, k, v, *cache[2:], return_lse=True, **scales))
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd", "thd", "bhd"])
+def test_merge_of_two_parts(layout: str) -> None:
+    torch.manual_seed(3)
+    scores, values = (
+        torch.randn(2, 4, 5, 9, dtype=torch.float64),
+        torch.randn(2, 4, 9, 8, dtype=torch.float64),
+    )
+    scores[0, 1, 2, :4] = scores[1, 3, 4] = -torch.inf
+    first, other, both = (
+        _part(scores[..., keys], values[:, :, keys], layout) for keys in (slice(4), slice(4, 9), slice(9))
+    )
+    out, lse = merge_attention(*first, *other, layout=layout)
+    torch.testing.assert_close(out, both[0], atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(lse, both[1], atol=1e-6, rtol=1e-6)
+    with pytest.raises(ProblemError, match="pass two parts of one call"):
+        merge_attention(*first, other[0][..., :3], other[1], layout=layout)
+
+
+def test_merged_rows_without_keys_have_zero_gradients() -> None:
+    lse = [torch.tensor([[[0.5, -torch.inf]]], requires_grad=True) for _ in range(2)]
+    out = [torch.ones(1, 1, 2, 4, requires_grad=True) for _ in range(2)]
+    merged, both = merge_attention(out[0], lse[0], out[1], lse[1])
+    assert both[0, 0, 1] == -torch.inf
+    (merged.sum() + both[0, 0, 0]).backward()
+    for part in lse:
+        torch.testing.assert_close(part.grad, torch.tensor([[[0.5, 0.0]]]))
+    for values in out:
+        torch.testing.assert_close(
+            values.grad, torch.tensor([0.5, 0.0])[None, None, :, None].expand(1, 1, 2, 4)
+        )
+
+
+def _part(scores: Tensor, values: Tensor, layout: str) -> tuple[Tensor, Tensor]:
+    out, lse = scores.softmax(-1).nan_to_num() @ values, scores.logsumexp(-1)
+    out, lse = out.float(), lse.float()
+    if layout == "bshd":
+        return out.transpose(1, 2), lse
+    if layout == "thd":
+        return out[0].transpose(0, 1), lse[0]
+    return (out[:, :, 0], lse[:, :, 0]) if layout == "bhd" else (out, lse)

@@ -2,7 +2,7 @@
 
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -48,6 +48,13 @@ def by_definition(
     lse = scores.logsumexp(-1).masked_fill(blind[..., 0], -torch.inf)
     weights = scores.softmax(-1).masked_fill(blind, 0.0)
     return weights @ v, lse
+
+
+def close(actual: Tensor | Iterable[Tensor], want: Tensor | Iterable[Tensor]) -> None:
+    """Checks tensors, or each of several, in float64."""
+    actual, want = ((each,) if isinstance(each, Tensor) else each for each in (actual, want))
+    for result, right in zip(actual, want, strict=True):
+        torch.testing.assert_close(result.double(), right.double(), atol=2e-5, rtol=2e-5)
 
 
 def derived(dout: Tensor, tensors: tuple[Tensor, ...], bias: Tensor | None, **options: Any) -> list[Tensor]:

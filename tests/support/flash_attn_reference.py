@@ -68,15 +68,12 @@ def one_sequence(
     return torch.einsum("hqk,khd->qhd", weights, v), torch.logsumexp(logits, -1)
 
 
-def batch_of(
-    q: Tensor, k: Tensor, v: Tensor, rule: Rule, lengths: list[int] | None = None
-) -> tuple[Tensor, Tensor]:
+def batch_of(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
     """Returns the results of sequences [batch, tokens, heads, width]. Slopes are [batch, heads]."""
     results = []
     for b in range(q.shape[0]):
-        count = k.shape[1] if lengths is None else lengths[b]
         own = rule if rule.slopes is None else rule._replace(slopes=rule.slopes[b])
-        results.append(one_sequence(q[b], k[b, :count], v[b, :count], own))
+        results.append(one_sequence(q[b], k[b], v[b], own))
     return torch.stack([out for out, _ in results]), torch.stack([lse for _, lse in results])
 
 

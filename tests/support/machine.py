@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashtune import testing
 from flashtune.core.errors import KernelError
 from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.kernel import Kernel
@@ -21,10 +22,11 @@ from flashtune.launch.compiler_process import CompilerProcess
 from flashtune.launch.kernel_cache import Binaries
 from flashtune.launch.tensors import BackwardTensors, ForwardTensors
 from flashtune.runtime.kernel_loader import KernelLoader
-from flashtune.runtime.self_check import SelfChecks
+from flashtune.runtime.self_check import CheckTask, SelfChecks
 from tests.support.unfused import unfused
 
 TARGET = find_target("h200")
+PROBLEM = testing.problem("heads=8,kv_heads=2,seqlen=512,head_dim=64,dtype=bf16,causal,batch=2")
 
 
 class Machine(Platform, KernelLoader):
@@ -35,6 +37,8 @@ class Machine(Platform, KernelLoader):
         KernelLoader.__init__(self, Checks(self))
         self.binaries = Loaded(self)
         self.tables = Tables({}, {})
+        # How often records were read, which each choice of a kernel does once.
+        self.reads = 0
         self.right = True
         # The verdict on a kernel, in place of `right`.
         self.judge: Callable[[Kernel], bool] | None = None
@@ -53,11 +57,13 @@ class Machine(Platform, KernelLoader):
         self.loading: Callable[[Kernel], object] = lambda kernel: None
         # Makes launches, in place of the computation on the CPU.
         self.launch: Callable[..., Any] | None = None
+        self.bind = self.bound_launch
 
     def target(self, device: torch.device) -> Target:
         return TARGET
 
-    def records(self, target: Target) -> Tables:
+    def records(self, target_name: str) -> Tables:
+        self.reads += 1
         return self.tables
 
     def has_kernels(self, device: torch.device) -> bool:
@@ -72,7 +78,7 @@ class Machine(Platform, KernelLoader):
         """Trials of masks say whether heads are shared."""
         return self.usual if shared is None else self.usual_of_trials or self.usual
 
-    def bind(  # type: ignore[override]
+    def bound_launch(
         self,
         kernel: Kernel,
         target: object,
@@ -133,10 +139,10 @@ class Checks(SelfChecks):
         yield
         self.machine.steps.append("end")
 
-    def passes(self, kernel: Kernel, *_: object) -> bool:
+    def passes(self, task: CheckTask, *_: object) -> bool:
         self.machine.steps.append("check")
-        self.machine.checked.append(kernel)
-        return self.machine.right if self.machine.judge is None else self.machine.judge(kernel)
+        self.machine.checked.append(task.kernel)
+        return self.machine.right if self.machine.judge is None else self.machine.judge(task.kernel)
 
     def known_verdict(self, kernel: Kernel, target: Target) -> bool | None:
         judge = self.machine.judge

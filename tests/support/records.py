@@ -28,9 +28,8 @@ VERDICT = Verdict(True, 0.4, 100, "", "NVIDIA H200", probes=tuple(sorted(EVERY_L
 DIGEST = "0123456789abcdef" * 2
 CONTIGUOUS = Specialization()
 
-# Fixtures that make records and problems.
+# A fixture that makes records.
 MakeRecord = Callable[..., Record]
-MakeProblem = Callable[..., Problem]
 
 
 def shipped_table_of(target: str) -> TunedTable:

@@ -4,7 +4,6 @@ import contextlib
 from collections.abc import Iterator
 
 from flashtune.core import notices
-from flashtune.core.target import Target
 from flashtune.dispatch.masked_sdpa import MaskTrials
 from flashtune.dispatch.platform import Platform
 from flashtune.dispatch.tables import Tables, tuned_records
@@ -23,7 +22,7 @@ class Tuned(Platform):
         super().__init__()
         self.tables = tables
 
-    def records(self, target: Target) -> Tables:
+    def records(self, target_name: str) -> Tables:
         return self.tables
 
 

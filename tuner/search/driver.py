@@ -9,7 +9,7 @@ from flashtune.core.errors import MachineError, ProblemError
 from flashtune.core.record import Outcome, Provenance, Record
 from flashtune.db.eligibility import serves_any_tensors
 from flashtune.db.store import Store, StoredRecord
-from flashtune.dispatch.versions import current_versions, same_makers
+from flashtune.dispatch.versions import current_versions
 from flashtune.tuner.candidates import Candidate, SearchTask, contiguous_specialization, open_spaces
 from flashtune.tuner.execution.backend import SearchWorkers, open_workers
 from flashtune.tuner.execution.evaluation import DeviceLostError
@@ -145,7 +145,7 @@ def _stands(present: Record, chosen: Record, request: SearchRequest) -> bool:
     # This search timed the families that it searched in one run, which is more precise than stored times.
     if present.config is None or not request.families or present.family in request.families:
         return False
-    installed = same_makers(present.versions, current_versions(present.family))
+    installed = present.versions.makers == current_versions(present.family).makers
     return installed and (present.ms or math.inf) < (chosen.ms or math.inf)
 
 

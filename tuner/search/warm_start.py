@@ -12,7 +12,7 @@ from flashtune.core.target import TARGETS
 from flashtune.db.store import Store, StoredRecord
 from flashtune.db.table import shipped_table
 from flashtune.dispatch.nearest import distance
-from flashtune.dispatch.versions import current_versions, same_makers
+from flashtune.dispatch.versions import current_versions
 from flashtune.tuner.candidates import Candidate, SearchTask
 from flashtune.tuner.search.selection import candidate_of, may_be_selected
 
@@ -61,7 +61,7 @@ def _answers(record: Record, scope: SearchTask, provenance: Provenance) -> bool:
     if record.provenance is Provenance.PREDICTED or record.outcome in COMPILED_WITHOUT_GPU:
         # These results do not depend on the driver.
         now = msgspec.structs.replace(now, driver=record.versions.driver)
-    return same_makers(record.versions, now)
+    return record.versions.makers == now.makers
 
 
 def known_winners(store: Store) -> list[Record]:

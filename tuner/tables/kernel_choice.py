@@ -9,7 +9,7 @@ from flashtune.core.problem import Problem
 from flashtune.core.record import Record
 from flashtune.core.target import Target
 from flashtune.dispatch.lookup import select
-from flashtune.dispatch.nearest import same_computation
+from flashtune.dispatch.tables import same_computation
 from flashtune.templates.family import Family, unsupported_reason
 from flashtune.templates.registry import find_family
 from flashtune.tuner.candidates import contiguous_specialization
@@ -64,7 +64,9 @@ def _of_family(problem: Problem, target: Target, db: str | None, family_name: st
     reason = unsupported_reason(family, problem, target, specialization)
     if reason:
         raise ProblemError(f"{family_name} does not compute {problem.key} on {target.name}: {reason}")
-    selection = tables_of(target.name, db).find(problem.key, lambda record: record.family == family_name)
+    selection = tables_of(target.name, db).find(
+        problem, lambda record: record.family == family_name and record.problem == problem
+    )
     if selection:
         return _from_record(problem, target, selection[1], selection[0])
     rivals = (rival.record for rival in records_of(problem, target.name, db))

@@ -6,7 +6,7 @@ import msgspec
 
 from flashtune.core.machine import triton_version
 from flashtune.core.record import Outcome, Provenance, Record, VerificationStatus
-from flashtune.dispatch.versions import NO_DRIVER, current_versions, is_proven
+from flashtune.dispatch.versions import NO_DRIVER, current_versions
 from flashtune.tuner.tables.lookup import Found
 from flashtune.tuner.workloads.work import operations
 
@@ -80,7 +80,7 @@ def standing(record: Record, has_receipt: bool = False) -> VerificationStatus:
     here = current_versions(record.family)
     if here.driver == NO_DRIVER:
         here = msgspec.structs.replace(here, driver=record.versions.driver)
-    if not is_proven(record, here):
+    if not record.is_proven(here):
         return unproven
     return (
         VerificationStatus.TIMED if record.provenance is Provenance.MEASURED else VerificationStatus.VERIFIED

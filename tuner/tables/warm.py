@@ -16,7 +16,6 @@ from flashtune.db.eligibility import by_problem
 from flashtune.db.table import TunedTable
 from flashtune.dispatch.bound_request import KernelKey
 from flashtune.dispatch.lookup import select
-from flashtune.dispatch.nearest import same_computation
 from flashtune.dispatch.tables import Tables, tuned_records
 from flashtune.launch.kernel_cache import kernel_of
 from flashtune.request.request import Prefer
@@ -115,7 +114,7 @@ def with_buckets(needs: Needs, calls: Iterable[Call], target: Target, tables: Ta
 
 def _is_tuned(problem: Problem, tables: Tables) -> bool:
     forward = normal_form(msgspec.structs.replace(problem, direction=Direction.FORWARD))
-    return any(tables.find(equivalent.key) for equivalent in same_computation(forward))
+    return tables.find(forward) is not None
 
 
 def compile_needs(

@@ -1,25 +1,20 @@
 """The comparison of a backward kernel's gradients with the reference."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Generator, Iterator
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from flashtune.core.kernel import Kernel
+from flashtune.core.problem import Problem
+from flashtune.verification.cases import Case
 from flashtune.verification.comparison import Finding, Pass
+from flashtune.verification.gradients.inputs import Prepared
 from flashtune.verification.gradients.tolerance import beyond_order
 from flashtune.verification.inputs.guarded_tensors import bits_of, nonzero
 from flashtune.verification.inputs.placement import capacities, pick, starts
 from flashtune.verification.tolerance import worst_ratio
-
-if TYPE_CHECKING:
-    from flashtune.core.kernel import Kernel
-    from flashtune.core.problem import Problem
-    from flashtune.verification.cases import Case
-    from flashtune.verification.gradients.inputs import Prepared
 
 
 def backward_pass(kernel: Kernel, case: Case, prepared: Prepared) -> Pass:

@@ -1,9 +1,7 @@
 """The forward pass of some rows in float64, and P and dS: exact, in low precision, and their errors."""
 
-from __future__ import annotations
-
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,17 +9,15 @@ from torch import Tensor
 from flashtune.core.features.records import ExtraInputs
 from flashtune.core.features.table import changed_scores, score_derivative
 from flashtune.core.layouts import TORCH_DTYPES
+from flashtune.core.problem import Problem
+from flashtune.verification.gradients.head_sampling import Pairs
 from flashtune.verification.gradients.tolerance import LSE_STEPS, QueryErrors, Sizes, query_errors
 from flashtune.verification.inputs.placement import missing
+from flashtune.verification.lengths import Lengths
 from flashtune.verification.reference.forward import HIDDEN, softmax
 from flashtune.verification.reference.masks import Rows, factors
 from flashtune.verification.reference.scores import levelled, score_rows, seen_by, sinks_of
 from flashtune.verification.tolerance import FLOAT32_ROUNDOFF, FUNCTION_STEPS, heaviest, norm
-
-if TYPE_CHECKING:
-    from flashtune.core.problem import Problem
-    from flashtune.verification.gradients.head_sampling import Pairs
-    from flashtune.verification.lengths import Lengths
 
 
 class BackwardCase(NamedTuple):

@@ -11,10 +11,10 @@ from flashtune.core.errors import StoreError
 from flashtune.core.record import Verdict, Versions
 from flashtune.db.codec import Check
 from flashtune.db.creation import source_engine, upgrade
-from flashtune.db.light.reader import Reader, open_reader
 from flashtune.db.light.self_checks import remember_check
 from flashtune.db.location import database_url
 from flashtune.db.store import MergeCounts, open_store
+from tests.db.records import reader_of
 
 TARGET = "nvidia-h200"
 
@@ -23,12 +23,6 @@ def execute(path: Path, *statements: str) -> None:
     with closing(sqlite3.connect(path)) as connection, connection:
         for statement in statements:
             connection.execute(statement)
-
-
-def reader_of(path: Path) -> Reader:
-    reader = open_reader(str(path))
-    assert reader is not None
-    return reader
 
 
 def merge_into(ours: Path, theirs: Path) -> MergeCounts:

@@ -15,11 +15,10 @@ from sqlalchemy import Engine, event
 
 from flashtune.core.errors import StoreError
 from flashtune.db import creation
-from flashtune.db.light.reader import open_reader
 from flashtune.db.light.self_checks import remember_check
 from flashtune.db.store import Store, open_store
 from tests.db.files.hostile import CHECK, refused
-from tests.support.records import MakeRecord
+from tests.db.records import make_record, reader_of
 from tests.support.runtime import forget_all
 
 NONE = 65534
@@ -30,7 +29,7 @@ def digest(path: Path) -> str:
 
 
 @pytest.fixture
-def filled(path: Path, make_record: MakeRecord) -> Path:
+def filled(path: Path) -> Path:
     """A database with a selection and enough records for several pages."""
     with open_store(str(path)) as store:
         for number in range(50):
@@ -67,7 +66,7 @@ def test_file_replaced_after_its_creation_is_refused(path: Path, monkeypatch: py
         path.unlink()
 
 
-def test_damaged_pages_are_reported_when_read(filled: Path, tmp_path: Path, make_record: MakeRecord) -> None:
+def test_damaged_pages_are_reported_when_read(filled: Path, tmp_path: Path) -> None:
     raw = bytearray(filled.read_bytes())
     # The schema and the first pages survive; the records' pages do not.
     raw[len(raw) // 4 :] = b"\xff" * (len(raw) - len(raw) // 4)
@@ -78,8 +77,7 @@ def test_damaged_pages_are_reported_when_read(filled: Path, tmp_path: Path, make
         with pytest.raises(StoreError, match=f"{filled} is damaged"):
             ours.merge_from(str(filled))
         assert len(ours.records()) == 1
-    reader = open_reader(str(filled))
-    assert reader is not None
+    reader = reader_of(filled)
     with pytest.raises(StoreError, match="is damaged"):
         reader.selections("nvidia-h200")
     assert digest(filled) == before
@@ -124,7 +122,7 @@ def unprivileged() -> Iterator[None]:
 
 
 @pytest.fixture
-def read_only(folder: Path, make_record: MakeRecord) -> Path:
+def read_only(folder: Path) -> Path:
     """A readable database in a folder without write permission."""
     path = folder / "records.sqlite"
     with open_store(str(path)) as store:
@@ -143,11 +141,8 @@ def test_read_only_database_is_not_opened_for_writing(read_only: Path, unprivile
     assert [entry.name for entry in read_only.parent.iterdir()] == ["records.sqlite"]
 
 
-def test_a_read_only_database_is_read_and_merged(
-    read_only: Path, unprivileged: None, make_record: MakeRecord
-) -> None:
-    reader = open_reader(str(read_only))
-    assert reader is not None
+def test_a_read_only_database_is_read_and_merged(read_only: Path, unprivileged: None) -> None:
+    reader = reader_of(read_only)
     assert reader.selections("nvidia-h200") == (make_record(),)
     with tempfile.TemporaryDirectory() as ours, open_store(f"{ours}/ours.sqlite") as store:
         assert store.merge_from(str(read_only)).records_added == 1
@@ -161,7 +156,7 @@ def test_folder_without_write_permission(folder: Path, unprivileged: None) -> No
     assert list(folder.iterdir()) == []
 
 
-def test_database_and_lock_have_the_mode_of_the_umask(path: Path, make_record: MakeRecord) -> None:
+def test_database_and_lock_have_the_mode_of_the_umask(path: Path) -> None:
     before = os.umask(0o002)
     try:
         with open_store(str(path)) as store:
@@ -174,7 +169,7 @@ def test_database_and_lock_have_the_mode_of_the_umask(path: Path, make_record: M
 
 
 def test_reader_without_write_permission_creates_no_file(
-    folder: Path, make_record: MakeRecord, request: pytest.FixtureRequest
+    folder: Path, request: pytest.FixtureRequest
 ) -> None:
     folder.chmod(0o777)
     path = folder / "records.sqlite"
@@ -183,8 +178,7 @@ def test_reader_without_write_permission_creates_no_file(
     path.chmod(0o444)
     before = sorted(folder.iterdir())
     request.getfixturevalue("unprivileged")
-    reader = open_reader(str(path))
-    assert reader is not None
+    reader = reader_of(path)
     assert reader.selections("nvidia-h200") == (make_record(),)
     assert sorted(folder.iterdir()) == before
 
@@ -197,9 +191,7 @@ def test_lock_file_is_not_made_through_a_link(path: Path) -> None:
     assert not victim.exists()
 
 
-def test_folder_without_file_locks(
-    filled: Path, make_record: MakeRecord, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folder_without_file_locks(filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
@@ -210,8 +202,7 @@ def test_folder_without_file_locks(
         open_store(str(filled))
     with pytest.raises(StoreError, match="has no file locks"):
         open_store(str(filled.with_name("new.sqlite")))
-    reader = open_reader(str(filled))
-    assert reader is not None
+    reader = reader_of(filled)
     assert reader.selections("nvidia-h200") == (make_record(ms=50.0),)
 
 
@@ -229,17 +220,17 @@ def full_disk() -> Iterator[None]:
         event.remove(Engine, "connect", limit)
 
 
-def add_many(store: Store, make_record: MakeRecord) -> None:
+def add_many(store: Store) -> None:
     """Adds more records than the existing pages can hold."""
     for number in range(100):
         store.add(make_record(ms=1000.0 + number))
 
 
-def test_a_full_disk(filled: Path, make_record: MakeRecord, full_disk: None) -> None:
+def test_a_full_disk(filled: Path, full_disk: None) -> None:
     with open_store(str(filled)) as store:
         before = store.records()
         with pytest.raises(StoreError, match=f"disk is full, .* written to {filled}: free some space"):
-            add_many(store, make_record)
+            add_many(store)
         kept = store.records()
     assert kept[: len(before)] == before
     with closing(sqlite3.connect(filled)) as connection:

@@ -16,7 +16,8 @@ from flashtune.db.light.self_checks import remember_check
 from flashtune.db.schema import METADATA
 from flashtune.db.store import Store, open_store
 from scripts.schema import schema
-from tests.db.files.hostile import CHECK, TARGET, execute, reader_of, refused
+from tests.db.files.hostile import CHECK, TARGET, execute, refused
+from tests.db.records import reader_of
 
 SLOW = "length(hex(zeroblob(400000)))"
 ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT i FROM n"

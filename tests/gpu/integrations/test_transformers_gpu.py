@@ -1,6 +1,6 @@
 """Tests of transformers' models served by flashtune on a GPU, against float64 and transformers' attention."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -37,10 +37,11 @@ CASES = [
 
 
 @pytest.fixture
-def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
+def served(monkeypatch: pytest.MonkeyPatch, kernels_win: Callable[[bool], None]) -> Iterator[list[bool]]:
     """Whether flashtune served each call. No replaced operator counts as faster, and padding is moved."""
     forget()
     SESSION.forget()
+    kernels_win(True)
     move_padding(monkeypatch)
     is_served = note_served(monkeypatch)
     monkeypatch.setattr(transformers_jobs, "_usual", lambda *_: None)

@@ -20,6 +20,7 @@ def a_small_problem(name: str) -> Problem:
     return msgspec.structs.replace(problem, heads=2, kv_heads=1, seqlen_q=queries, seqlen_kv=70)
 
 
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("name", FEATURES)
 def test_prepared_and_usual_calls_compute_the_problem(name: str) -> None:
     problem = a_small_problem(name)

@@ -1,7 +1,4 @@
-"""Eight-bit caches that are read two columns at a time, on the CPU.
-
-The interpreter cannot run instructions of the GPU and products in 16 bits: the tests replace them.
-"""
+"""Tests of decoding in the interpreter: eight-bit caches in pairs of columns, and the combine kernel."""
 
 import functools
 import re
@@ -16,7 +13,9 @@ from flashtune.core.kernel import Alignment, Kernel, Specialization
 from flashtune.core.problem import Dtype, KvDtype, KvScale
 from flashtune.core.target import find_target
 from flashtune.launch.binding import bind
+from flashtune.launch.compilation import load_module
 from flashtune.launch.tensors import ForwardTensors
+from flashtune.templates.decode_latent_hopper.space import LatentConfig
 from flashtune.templates.decode_split_kv.space import DecodeConfig
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
@@ -96,3 +95,36 @@ def test_pairs_of_columns(kind: KvDtype, changes: dict[str, Any]) -> None:
     torch.testing.assert_close(lse.double(), expected_lse, atol=1e-3, rtol=1e-3)
     largest = float(expected_out.abs().max())
     torch.testing.assert_close(out.double(), expected_out, atol=0.006 * largest, rtol=0.01)
+
+
+BATCH, HEADS, QUERIES, WIDTH = 2, 3, 2, 512
+
+
+@pytest.mark.tritons
+@pytest.mark.parametrize("splits", [2, 16, 31, 128])
+def test_splits_are_weighted_by_their_sums(splits: int) -> None:
+    torch.manual_seed(0)
+    shape = f"heads={HEADS},kv_heads=1,head_dim=576,value_head_dim={WIDTH},batch={BATCH},mla"
+    problem = testing.problem(f"{shape},seqlen_q={QUERIES},seqlen_kv={64 * splits}")
+    config = LatentConfig(num_warps=4, num_stages=2, num_splits=splits)
+    module = load_module(
+        render(find_family("decode_latent_hopper"), problem, config, Specialization(lse=True))
+    )
+    rows = BATCH * HEADS * QUERIES
+    parts, sums = torch.randn(splits, rows, WIDTH), 3 * torch.randn(splits, rows)
+    # One row saw nothing, and others nothing in some of the parts: these were not written.
+    sums[:, 5] = -torch.inf
+    sums[1, ::2] = -torch.inf
+    parts[sums == -torch.inf] = torch.nan
+    out = torch.full((BATCH, QUERIES, HEADS, WIDTH), torch.nan).transpose(1, 2)
+    lse = torch.full((BATCH, HEADS, QUERIES), torch.nan)
+    q, k = torch.empty(BATCH, HEADS, QUERIES, 576), torch.empty(BATCH, 1, 64 * splits, 576)
+    grid, integers = module.epilogue_plan(q, k, k[..., :WIDTH], out)
+    module.combine[grid](out, lse, parts, sums, *integers)
+    weights = sums.double().mul(torch.log(torch.tensor(2.0).double())).softmax(0).nan_to_num(0.0)
+    expected = (weights[..., None] * parts.double().nan_to_num(0.0)).sum(0)
+    torch.testing.assert_close(
+        out.double(), expected.view(BATCH, HEADS, QUERIES, WIDTH), atol=1e-5, rtol=1e-5
+    )
+    logs = torch.logsumexp(sums.double() * torch.log(torch.tensor(2.0).double()), 0)
+    torch.testing.assert_close(lse.double(), logs.view(BATCH, HEADS, QUERIES), atol=1e-5, rtol=1e-5)

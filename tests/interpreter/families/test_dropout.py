@@ -69,6 +69,7 @@ def test_configs_drop_the_same_elements(dropout: float) -> None:
             assert torch.equal(shown_mask(config, causal, drawn, dropout), expected)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("options", [{}, {"layout": "bshd"}, {"window": (9, 0), "softcap": 2.0}], ids=str)
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_both_passes_agree_with_float64(options: dict[str, Any], deterministic: bool) -> None:

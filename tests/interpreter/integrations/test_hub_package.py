@@ -13,7 +13,7 @@ from flashtune.core.record import Record
 from flashtune.core.target import find_target
 from flashtune.templates.registry import find_family
 from flashtune.tuner.tables.hub_package import is_served, package_files
-from tests.support.models.hub_generation import LENGTHS, NAME, NEW_TOKENS, PAGED, Settings, generation_of
+from tests.support.models.hub_generation import LENGTHS, NEW_TOKENS, PAGED, Settings, generation_of
 from tests.support.records import make_record
 
 SHAPE = "heads=4,kv_heads=2,head_dim=32,dtype=fp32,causal"
@@ -77,6 +77,9 @@ def draw(*shape):
     return torch.randn(*shape)
 
 served = []
+spec = importlib.util.spec_from_file_location("package", sys.argv[1] + "/build/torch-cuda/__init__.py")
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
 """
 CHECKS = """
 run = module.kernel
@@ -169,18 +172,6 @@ for options in ({"rotary_cos": q}, {"return_softmax_lse": True}):
     else:
         raise AssertionError(options)
 """
-BY_PATH = """
-spec = importlib.util.spec_from_file_location("package", sys.argv[1] + "/build/torch-cuda/__init__.py")
-module = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(module)
-"""
-BY_LIBRARY = """
-from pathlib import Path
-from kernels import get_local_kernel
-warnings.simplefilter("default")
-module = get_local_kernel(Path(sys.argv[1]), backend="cpu")
-warnings.simplefilter("error")
-"""
 
 
 def record_of(family: str, shape: str) -> Record:
@@ -198,57 +189,24 @@ def written_package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(name="cpu_package", scope="module")
-def package_for_the_cpu(package: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same package for the CPU: the library loads none for another backend than torch's own."""
-    folder = tmp_path_factory.mktemp("cpu_package")
-    built = folder / "build/torch-cpu"
-    for path in sources(package / "build/torch-cuda"):
-        target = built / path.relative_to(package / "build/torch-cuda")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(path.read_text("utf-8").replace('"type": "cuda"', '"type": "cpu"'), "utf-8")
-    return folder
-
-
-def check(package: Path, loading: str) -> None:
-    command = [sys.executable, "-c", LOADING + loading + CHECKS, str(package)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=1200)
-    assert done.returncode == 0, done.stderr
-
-
 def sources(folder: Path) -> list[Path]:
     """The files of a package. Other tests may have imported it, which leaves bytecode."""
     return [path for path in folder.rglob("*.*") if path.suffix != ".pyc"]
 
 
 def test_a_package_computes_attention_without_flashtune(package: Path) -> None:
-    check(package, BY_PATH)
+    command = [sys.executable, "-c", LOADING + CHECKS, str(package)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=1200)
+    assert done.returncode == 0, done.stderr
 
 
-def test_the_kernels_library_loads_a_package(cpu_package: Path) -> None:
-    check(cpu_package, BY_LIBRARY)
-
-
-@pytest.mark.parametrize(
-    ("name", "page", "cuda", "functions"),
-    [
-        (NAME, 0, None, {"flash_attn_func"}),
-        (NAME, 16, "13.0", {"flash_attn_varlen_func"}),
-        (PAGED, 16, None, {"flash_attn_varlen_func", "flash_attn_with_kvcache"}),
-    ],
-    ids=["generate", "continuous batching", "continuous batching from pages"],
-)
-def test_transformers_generates_through_a_package(
-    package: Path, cpu_package: Path, name: str, page: int, cuda: str | None, functions: set[str]
-) -> None:
-    # The library takes the package for which torch is built, with a GPU or without.
-    folder, build = (package, "torch-cuda") if cuda else (cpu_package, "torch-cpu")
-    generation = generation_of(folder, Settings(name, "cpu", "float32", 32, page, cuda=cuda))
-    assert {*generation.origins} == {str(folder / "build" / build / "__init__.py")}
-    assert {*generation.calls} == functions
+def test_transformers_generates_through_a_package(package: Path) -> None:
+    generation = generation_of(package, Settings(PAGED, "cpu", "float32", 32, 16, generates=True))
+    assert {*generation.origins} == {str(package / "build/torch-cuda/__init__.py")}
+    assert {*generation.calls} == {*GIVEN}
     for function, arguments in generation.calls.items():
         assert {*arguments} == {"q", "softmax_scale", "causal"} | GIVEN[function]
-    assert generation.lengths == [NEW_TOKENS] * len(LENGTHS)
+    assert generation.lengths == [NEW_TOKENS] * 2 * len(LENGTHS)
     assert generation.served
     assert not generation.by_torch
     assert generation.slack < 1e-4

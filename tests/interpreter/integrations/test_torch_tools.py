@@ -125,6 +125,7 @@ def kv_cache(q: Tensor) -> Tensor:
     return out
 
 
+@pytest.mark.sampled
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize(
     "call",

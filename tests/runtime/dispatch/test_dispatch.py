@@ -1,6 +1,7 @@
 """Tests of record lookup: order, verification status, and selection of a baseline."""
 
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
@@ -15,16 +16,16 @@ from flashtune.db.eligibility import by_problem
 from flashtune.dispatch.bound_request import BoundRequest
 from flashtune.dispatch.decision import Backend, choose
 from flashtune.dispatch.faster_peers import faster_peer
-from flashtune.dispatch.lookup import default_selection
 from flashtune.dispatch.lookup import select as select_for
-from flashtune.dispatch.nearest import distance, is_far, nearest_record, same_computation
-from flashtune.dispatch.tables import Tables, _may_serve, table_hash, tuned_records
+from flashtune.dispatch.nearest import distance, is_far, nearest_record
+from flashtune.dispatch.tables import Tables, _may_serve, same_computation, table_hash, tuned_records
 from flashtune.request.call import dense_call
 from flashtune.templates.registry import find_family
+from tests.support.machine import PROBLEM
+from tests.support.records import make_record
 from tests.support.runtime import forget_all
 
 TARGET = find_target("h200")
-Make = Callable[..., Record]
 
 
 def tables(database: tuple[Record, ...] = (), shipped: tuple[Record, ...] = ()) -> Tables:
@@ -44,24 +45,24 @@ def resized(problem: Problem, **changes: object) -> Problem:
     return msgspec.structs.replace(problem, **changes)
 
 
-def test_user_record_precedes_shipped_record(problem: Problem, make_record: Make) -> None:
-    mine, shipped = make_record(problem, ms=2.0), make_record(problem, ms=1.0)
-    selection = select(problem, TARGET, tables((mine,), (shipped,)), generated=True)
+def test_user_record_precedes_shipped_record() -> None:
+    mine, shipped = make_record(PROBLEM, ms=2.0), make_record(PROBLEM, ms=1.0)
+    selection = select(PROBLEM, TARGET, tables((mine,), (shipped,)), generated=True)
     assert (selection.record, selection.source, selection.standing) == (
         mine,
         "database",
         VerificationStatus.TIMED,
     )
-    selection = select(problem, TARGET, tables(shipped=(shipped,)), generated=True)
+    selection = select(PROBLEM, TARGET, tables(shipped=(shipped,)), generated=True)
     assert (selection.record, selection.source) == (shipped, "shipped")
 
 
-def test_near_shape_is_verified_but_not_timed(problem: Problem, make_record: Make) -> None:
+def test_near_shape_is_verified_but_not_timed() -> None:
     near, far = (
-        make_record(resized(problem, seqlen_q=1024, seqlen_kv=1024)),
-        make_record(resized(problem, seqlen_q=8192, seqlen_kv=8192)),
+        make_record(resized(PROBLEM, seqlen_q=1024, seqlen_kv=1024)),
+        make_record(resized(PROBLEM, seqlen_q=8192, seqlen_kv=8192)),
     )
-    selection = select(problem, TARGET, tables((far,), (near,)), generated=True)
+    selection = select(PROBLEM, TARGET, tables((far,), (near,)), generated=True)
     assert (selection.record, selection.source, selection.standing) == (
         near,
         "estimated",
@@ -72,61 +73,57 @@ def test_near_shape_is_verified_but_not_timed(problem: Problem, make_record: Mak
 @pytest.mark.parametrize(
     "change", [{"dtype": Dtype.FP16}, {"head_dim": 128}, {"value_head_dim": 32}, {"causal": Causal.NONE}]
 )
-def test_records_with_other_static_features_are_not_neighbours(
-    problem: Problem, make_record: Make, change: dict[str, object]
-) -> None:
-    selection = select(problem, TARGET, tables((make_record(resized(problem, **change)),)), generated=True)
+def test_records_with_other_static_features_are_not_neighbours(change: dict[str, object]) -> None:
+    selection = select(PROBLEM, TARGET, tables((make_record(resized(PROBLEM, **change)),)), generated=True)
     assert (selection.source, selection.standing) == ("default", VerificationStatus.UNPROVEN)
     assert selection.record.family == "forward_hopper"
     assert selection.record.kernel is None
 
 
-def test_predictions_and_failures_never_serve(problem: Problem, make_record: Make) -> None:
-    predicted = make_record(problem, provenance=Provenance.PREDICTED)
-    failed = make_record(problem, outcome=Outcome.WRONG_RESULT)
+def test_predictions_and_failures_never_serve() -> None:
+    predicted = make_record(PROBLEM, provenance=Provenance.PREDICTED)
+    failed = make_record(PROBLEM, outcome=Outcome.WRONG_RESULT)
     for record in (predicted, failed):
-        assert select(problem, TARGET, tables((record,)), generated=True).source == "default"
+        assert select(PROBLEM, TARGET, tables((record,)), generated=True).source == "default"
 
 
-@pytest.mark.parametrize("field", ["triton", "template", "driver", "ptxas"])
-def test_other_compiler_versions_make_a_record_unverified(
-    problem: Problem, make_record: Make, field: str
-) -> None:
-    record = make_record(problem)
-    other = msgspec.structs.replace(record.versions, **{field: "other"})
-    old = msgspec.structs.replace(record, versions=other)
-    assert select(problem, TARGET, tables((old,)), generated=True).standing is VerificationStatus.UNPROVEN
+VERSIONS = make_record(PROBLEM).versions
 
 
-def test_record_without_a_passed_verdict_is_unverified(problem: Problem, make_record: Make) -> None:
-    record = make_record(problem, verdict=None)
-    assert select(problem, TARGET, tables((record,)), generated=True).standing is VerificationStatus.UNPROVEN
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *(
+            {"versions": msgspec.structs.replace(VERSIONS, **{field: "other"})}
+            for field in ("triton", "template", "driver", "ptxas")
+        ),
+        *(
+            {"verdict": Verdict(True, 0.4, 100, "", device)}
+            for device in ("NVIDIA A100-SXM4-80GB", "interpreter", "NVIDIA H2000")
+        ),
+        {"verdict": None},
+    ],
+)
+def test_records_of_other_versions_or_gpus_are_unverified(changes: dict[str, Any]) -> None:
+    record = make_record(PROBLEM, **changes)
+    assert select(PROBLEM, TARGET, tables((record,)), generated=True).standing is VerificationStatus.UNPROVEN
 
 
-@pytest.mark.parametrize("device", ["NVIDIA A100-SXM4-80GB", "interpreter", "NVIDIA H2000"])
-def test_receipt_of_another_gpu_leaves_a_record_unverified(
-    problem: Problem, make_record: Make, device: str
-) -> None:
-    verdict = Verdict(True, 0.4, 100, "", device)
-    record = make_record(problem, verdict=verdict)
-    assert select(problem, TARGET, tables((record,)), generated=True).standing is VerificationStatus.UNPROVEN
-
-
-def test_a_receipt_covers_one_kernel(problem: Problem, make_record: Make) -> None:
-    record = make_record(problem)
-    selection = select(problem, TARGET, tables((record,)), generated=True)
+def test_a_receipt_covers_one_kernel() -> None:
+    record = make_record(PROBLEM)
+    selection = select(PROBLEM, TARGET, tables((record,)), generated=True)
     assert record.kernel is not None
     assert selection.proves(record.kernel)
     assert not selection.proves("0" * 32)
 
 
-def test_masks_with_equal_diagonals_share_records(problem: Problem, make_record: Make) -> None:
-    record = make_record(problem)
-    top_left = resized(problem, causal=Causal.TOP_LEFT)
+def test_masks_with_equal_diagonals_share_records() -> None:
+    record = make_record(PROBLEM)
+    top_left = resized(PROBLEM, causal=Causal.TOP_LEFT)
     assert select(top_left, TARGET, tables((record,)), generated=True).record is record
     lopsided = resized(top_left, seqlen_kv=600)
     assert select(lopsided, TARGET, tables((record,)), generated=True).source == "default"
-    decode = resized(problem, seqlen_q=1)
+    decode = resized(PROBLEM, seqlen_q=1)
     unmasked = make_record(resized(decode, causal=Causal.NONE))
     assert select(decode, TARGET, tables((unmasked,)), generated=True).record is unmasked
 
@@ -134,35 +131,33 @@ def test_masks_with_equal_diagonals_share_records(problem: Problem, make_record:
 @pytest.mark.parametrize("seqlen_q", [1, 2, 3])
 @pytest.mark.parametrize("seqlen_kv", [1, 2, 3])
 @pytest.mark.parametrize("causal", list(Causal))
-def test_equivalent_problems_have_equal_masks(
-    problem: Problem, seqlen_q: int, seqlen_kv: int, causal: Causal
-) -> None:
+def test_equivalent_problems_have_equal_masks(seqlen_q: int, seqlen_kv: int, causal: Causal) -> None:
     def seen(masked: Problem) -> list[int]:
         if masked.causal is Causal.NONE:
             return [seqlen_kv] * seqlen_q
         return [max(0, min(row + masked.diagonal + 1, seqlen_kv)) for row in range(seqlen_q)]
 
-    posed = resized(problem, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, causal=causal)
+    posed = resized(PROBLEM, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, causal=causal)
     same = same_computation(posed)
     assert same[0] == posed
     assert all(seen(other) == seen(posed) for other in same)
 
 
-def test_distance_is_in_octaves_and_ties_are_broken_by_key(problem: Problem, make_record: Make) -> None:
-    half, double = (resized(problem, seqlen_q=size, seqlen_kv=size) for size in (256, 1024))
-    assert distance(problem, half) == distance(problem, double) > 0
+def test_distance_is_in_octaves_and_ties_are_broken_by_key() -> None:
+    half, double = (resized(PROBLEM, seqlen_q=size, seqlen_kv=size) for size in (256, 1024))
+    assert distance(PROBLEM, half) == distance(PROBLEM, double) > 0
     records = [make_record(half), make_record(double)]
-    chosen = nearest_record(problem, records)
+    chosen = nearest_record(PROBLEM, records)
     assert chosen is not None
-    assert chosen == nearest_record(problem, reversed(records))
-    assert not is_far(problem, double)
-    assert is_far(problem, resized(problem, seqlen_q=8192, seqlen_kv=8192))
-    assert nearest_record(problem, []) is None
+    assert chosen == nearest_record(PROBLEM, reversed(records))
+    assert not is_far(PROBLEM, double)
+    assert is_far(PROBLEM, resized(PROBLEM, seqlen_q=8192, seqlen_kv=8192))
+    assert nearest_record(PROBLEM, []) is None
 
 
-def test_sdpa_serves_unless_the_kernel_is_faster_beyond_noise(problem: Problem, make_record: Make) -> None:
+def test_sdpa_serves_unless_the_kernel_is_faster_beyond_noise() -> None:
     def peer(ms: float, name: str = "sdpa-cudnn", usual: str | None = "sdpa-cudnn") -> str | None:
-        return faster_peer((measured(make_record(problem, ms=1.0, peers={name: ms})),), problem, usual)
+        return faster_peer((measured(make_record(PROBLEM, ms=1.0, peers={name: ms})),), PROBLEM, usual)
 
     assert peer(0.9) == "sdpa-cudnn"
     assert peer(0.985) == peer(1.005) == "sdpa-cudnn"
@@ -171,45 +166,37 @@ def test_sdpa_serves_unless_the_kernel_is_faster_beyond_noise(problem: Problem, 
     assert peer(0.5, usual=None) is None
     assert peer(0.5, "unfused", None) == "unfused"
     assert peer(0.995, "unfused", None) is None, "scores in memory must be worth it"
-    assert faster_peer((measured(make_record(problem, measurement=None)),), problem, "sdpa-cudnn") is None
+    assert faster_peer((measured(make_record(PROBLEM, measurement=None)),), PROBLEM, "sdpa-cudnn") is None
 
 
-def test_unfused_attention_does_not_serve_much_longer_problems(problem: Problem, make_record: Make) -> None:
-    record = measured(make_record(problem, ms=1.0, peers={"unfused": 0.5, "sdpa-cudnn": 0.9}))
-    longer = msgspec.structs.replace(problem, seqlen_q=16384, seqlen_kv=16384)
-    assert faster_peer((record,), problem, "sdpa-cudnn") == "unfused"
+def test_unfused_attention_does_not_serve_much_longer_problems() -> None:
+    record = measured(make_record(PROBLEM, ms=1.0, peers={"unfused": 0.5, "sdpa-cudnn": 0.9}))
+    longer = msgspec.structs.replace(PROBLEM, seqlen_q=16384, seqlen_kv=16384)
+    assert faster_peer((record,), PROBLEM, "sdpa-cudnn") == "unfused"
     assert faster_peer((record,), longer, "sdpa-cudnn") == "sdpa-cudnn"
     assert faster_peer((record,), longer, None) is None
 
 
-def test_selected_baseline_serves_only_eligible_calls(problem: Problem, make_record: Make) -> None:
-    baseline = make_record(problem, family="sdpa", config=None, kernel=None)
+def test_selected_baseline_serves_only_eligible_calls() -> None:
+    baseline = make_record(PROBLEM, family="sdpa")
     tuned = tables((baseline,))
-    assert select(problem, TARGET, tuned, generated=False).record is baseline
-    assert faster_peer((measured(baseline),), problem, None) == "sdpa"
-    assert select(problem, TARGET, tuned, generated=True).source == "default"
+    assert select(PROBLEM, TARGET, tuned, generated=False).record is baseline
+    assert faster_peer((measured(baseline),), PROBLEM, None) == "sdpa"
+    assert select(PROBLEM, TARGET, tuned, generated=True).source == "default"
 
 
-def test_default_config_fits_small_gpus(problem: Problem) -> None:
-    for name in ("l4", "mi300x", "b200"):
-        selection = default_selection(
-            resized(problem, head_dim=256, value_head_dim=256), find_target(name), Specialization()
-        )
-        assert selection.record.config is not None
-
-
-def test_table_hash_covers_records_of_dispatch(problem: Problem, make_record: Make) -> None:
+def test_table_hash_covers_records_of_dispatch() -> None:
     from flashtune.db.store import open_store
 
     empty = table_hash("nobodys-gpu")
     assert len(empty) == 32
     with open_store() as store:
-        store.pin(store.add(msgspec.structs.replace(make_record(problem), target="nobodys-gpu")))
+        store.pin(store.add(msgspec.structs.replace(make_record(PROBLEM), target="nobodys-gpu")))
     assert table_hash("nobodys-gpu") == empty, "a process never changes its mind"
     forget_all()
     tuned = table_hash("nobodys-gpu")
     assert tuned != empty
-    assert tuned_records("nobodys-gpu").find(problem.key) is not None
+    assert tuned_records("nobodys-gpu").find(PROBLEM) is not None
 
 
 def test_damaged_database_falls_back_to_shipped_tables(own_database: object) -> None:

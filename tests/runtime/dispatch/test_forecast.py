@@ -3,7 +3,6 @@
 import itertools
 import random
 import time
-from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -15,59 +14,51 @@ from flashtune.core.notices import FlashtuneWarning
 from flashtune.core.problem import BlockLists, Causal, Dtype, KvDtype, KvScale, Problem
 from flashtune.core.record import Provenance, Record, VerificationStatus
 from flashtune.db.eligibility import by_problem
-from flashtune.db.table import shipped_table
 from flashtune.dispatch.forecast import forecast
 from flashtune.dispatch.lookup import default_selection, nearest_selection, select
-from flashtune.dispatch.nearest import DECODING_FAMILY, FEW_QUERIES, distance, nearest_record, tuned_alike
+from flashtune.dispatch.nearest import DECODING_FAMILY, FEW_QUERIES, distance, nearest_record
 from flashtune.dispatch.tables import Tables
 from flashtune.templates.forward_hopper.space import HopperConfig, Order
 from flashtune.templates.registry import find_family
 from tests.support.machine import Machine, inputs
+from tests.support.records import shipped_table_of
 from tests.support.untuned import TARGET, anyone, shape
+from tests.support.values import present
 
-Make = Callable[..., Record]
 PAPER_TOKENS = 16384
 
 
-@pytest.fixture(scope="module")
-def records() -> tuple[Record, ...]:
-    """The shipped forward records of shapes that papers report; shapes between them stay untuned."""
-    table = shipped_table(TARGET.name)
-    assert table is not None
-    forward = (record for record in table.records if not record.problem.is_backward)
-    return tuple(
-        record for record in forward if record.problem.batch * record.problem.seqlen_q >= PAPER_TOKENS
-    )
+# The shipped forward records of shapes that papers report; shapes between them stay untuned.
+RECORDS = tuple(
+    record
+    for record in shipped_table_of(TARGET.name).records
+    if not record.problem.is_backward and record.problem.batch * record.problem.seqlen_q >= PAPER_TOKENS
+)
 
 
-def test_unsuitable_schedule_is_replaced(records: tuple[Record, ...]) -> None:
+def test_unsuitable_schedule_is_replaced() -> None:
     # Measured on an H200: 2 sequences of 8 heads take 1.47 times as long 4 heads at a time as all at once.
     # Some programs get two long tiles and others none.
-    problem = shape(heads=8, kv_heads=1, batch=2, seqlen_q=4347, seqlen_kv=4347)
-    estimate = forecast(problem, records, TARGET, anyone)
-    assert estimate is not None
+    problem = shape(heads=8, kv_heads=1, batch=2, seqlen=4347)
+    estimate = present(forecast(problem, RECORDS, TARGET, anyone))
     record, why = estimate
     assert isinstance(why.nearest.config, HopperConfig)
     assert isinstance(record.config, HopperConfig)
     assert (why.nearest.config.head_swizzle, record.config.head_swizzle) == (4, 0)
     assert why.ms < why.nearest_ms
-    assert why.nearest == nearest_record(problem, filter(anyone, records))
+    assert why.nearest == nearest_record(problem, filter(anyone, RECORDS))
 
 
-def test_untimed_config_with_smaller_tiles_serves_few_tiles(records: tuple[Record, ...]) -> None:
+def test_untimed_config_with_smaller_tiles_serves_few_tiles() -> None:
     # 24 tiles of 128 queries leave most multiprocessors idle. 44 of 64 took 0.74 of the time at 10,432 keys.
-    problem = shape(
-        head_dim=256, value_head_dim=256, heads=4, kv_heads=4, batch=1, seqlen_q=654, seqlen_kv=1000
-    )
-    selection = select(problem, TARGET, _tables(records), Specialization(), generated=True)
+    problem = shape(head_dim=256, heads=4, kv_heads=4, batch=1, seqlen_q=654, seqlen_kv=1000)
+    selection = select(problem, TARGET, _tables(RECORDS), Specialization(), generated=True)
     assert isinstance(selection.record.config, HopperConfig)
     assert selection.record.config.num_consumer_groups == 1
     assert (selection.standing, selection.record.kernel) == (VerificationStatus.UNPROVEN, None)
     assert selection.record.provenance is Provenance.PREDICTED
-    assert selection.forecast is not None
-    tuned = nearest_selection(selection)
-    assert tuned is not None
-    assert tuned.record == selection.forecast.nearest == selection.measured
+    tuned = present(nearest_selection(selection))
+    assert tuned.record == present(selection.forecast).nearest == selection.measured
     assert nearest_selection(tuned) is None
 
 
@@ -76,59 +67,47 @@ def test_untimed_config_with_smaller_tiles_serves_few_tiles(records: tuple[Recor
 )
 @pytest.mark.parametrize("features", [{}, {"softcap": True}, {"page_size": 64}, {"window_left": 8191}])
 def test_keys_of_few_tiles_are_split(
-    records: tuple[Record, ...], queries: int, keys: int, splits: bool, features: dict[str, object]
+    queries: int, keys: int, splits: bool, features: dict[str, object]
 ) -> None:
     for head_dim in (64, 128):
         problem = shape(
-            head_dim=head_dim,
-            value_head_dim=head_dim,
-            heads=8,
-            kv_heads=1,
-            batch=1,
-            seqlen_q=queries,
-            seqlen_kv=keys,
-            **features,
+            head_dim=head_dim, heads=8, kv_heads=1, batch=1, seqlen_q=queries, seqlen_kv=keys, **features
         )
-        record = select(problem, TARGET, _tables(records), Specialization(), generated=True).record
+        record = select(problem, TARGET, _tables(RECORDS), Specialization(), generated=True).record
         assert (record.family == "decode_split_kv") == splits
 
 
 @pytest.mark.parametrize(("tokens", "groups"), [(34, 1), (200, 2)])
 def test_short_packed_sequences_get_tiles_of_one_group(tokens: int, groups: int) -> None:
-    problem = shape(
-        batch=64, seqlen_q=4096, seqlen_kv=4096, packed=64 * tokens, head_dim=256, value_head_dim=256
-    )
+    problem = shape(batch=64, seqlen=4096, packed=64 * tokens, head_dim=256)
     config = find_family("forward_hopper").default(problem, TARGET)
     assert isinstance(config, HopperConfig)
     assert config.num_consumer_groups == groups
 
 
 @pytest.mark.parametrize(("batch", "seqlen"), [(16, 4096), (128, 512)])
-def test_equal_packed_sequences_take_as_long_as_a_dense_batch(
-    records: tuple[Record, ...], batch: int, seqlen: int
-) -> None:
+def test_equal_packed_sequences_take_as_long_as_a_dense_batch(batch: int, seqlen: int) -> None:
     # Packed shapes are tuned with lengths that differ by a factor of sixteen.
-    dense = shape(batch=batch, seqlen_q=seqlen, seqlen_kv=seqlen, causal=Causal.BOTTOM_RIGHT)
+    dense = shape(batch=batch, seqlen=seqlen, causal=Causal.BOTTOM_RIGHT)
     packed = msgspec.structs.replace(dense, packed=batch * seqlen)
-    estimates = [forecast(problem, records, TARGET, anyone) for problem in (dense, packed)]
+    estimates = [forecast(problem, RECORDS, TARGET, anyone) for problem in (dense, packed)]
     (_, of_dense), (_, of_packed) = (estimate for estimate in estimates if estimate is not None)
     assert 0.8 < of_packed.ms / of_dense.ms < 1.5
 
 
-def test_tuned_shape_uses_its_own_record(records: tuple[Record, ...]) -> None:
-    tables = _tables(records)
-    for record in records[::7]:
+def test_tuned_shape_uses_its_own_record() -> None:
+    tables = _tables(RECORDS)
+    for record in RECORDS[::7]:
         selection = select(record.problem, TARGET, tables, Specialization(), generated=True)
         assert selection.record.problem == record.problem
         assert (selection.source, selection.forecast) == ("shipped", None)
 
 
-def test_forecast_at_a_tuned_shape_usually_selects_its_winner(records: tuple[Record, ...]) -> None:
-    hopper = [record for record in records if record.family == "forward_hopper"][::5]
+def test_forecast_at_a_tuned_shape_usually_selects_its_winner() -> None:
+    hopper = [record for record in RECORDS if record.family == "forward_hopper"][::5]
     won = 0
     for record in hopper:
-        estimate = forecast(record.problem, records, TARGET, anyone)
-        assert estimate is not None
+        estimate = present(forecast(record.problem, RECORDS, TARGET, anyone))
         assert estimate[1].nearest.problem == record.problem
         # Other near shapes count too: forecasts were 0.91 to 1.15 of the measured times.
         assert estimate[1].nearest_ms == pytest.approx(estimate[1].nearest.ms, rel=0.2)
@@ -136,64 +115,38 @@ def test_forecast_at_a_tuned_shape_usually_selects_its_winner(records: tuple[Rec
     assert won > 0.7 * len(hopper)
 
 
-def test_forecast_does_not_depend_on_record_order(records: tuple[Record, ...]) -> None:
-    problems = draw_problems(25, 11, (record.problem for record in records))
+def test_forecast_does_not_depend_on_record_order() -> None:
+    problems = draw_problems(25, 11, (record.problem for record in RECORDS))
     # A shape's own records keep their order: the first is selected, others stand in.
-    shapes = list(by_problem(records).values())
+    shapes = list(by_problem(RECORDS).values())
     random.Random(3).shuffle(shapes)
     shuffled = tuple(itertools.chain.from_iterable(shapes))
     for problem in problems:
-        first, other = (forecast(problem, order, TARGET, anyone) for order in (records, shuffled))
+        first, other = (forecast(problem, order, TARGET, anyone) for order in (RECORDS, shuffled))
         assert first == other
 
 
-def test_only_eligible_records_are_considered(records: tuple[Record, ...]) -> None:
-    tables = _tables(records)
+def test_only_eligible_records_are_considered() -> None:
+    tables = _tables(RECORDS)
     odd = Specialization(alignment=Alignment.ANY)
-    for problem in draw_problems(20, 12, (record.problem for record in records)):
+    for problem in draw_problems(20, 12, (record.problem for record in RECORDS)):
         family = select(problem, TARGET, tables, odd, generated=True).record.family
         assert family in ("forward_q_outer", "decode_split_kv")
-    assert forecast(shape(), records, TARGET, lambda record: False) is None
+    assert forecast(shape(), RECORDS, TARGET, lambda record: False) is None
     assert forecast(shape(), (), TARGET, anyone) is None
 
 
-@pytest.mark.parametrize("anchors", [1, 2, 5])
-def test_forecast_works_with_few_records(records: tuple[Record, ...], anchors: int) -> None:
-    problem = shape(seqlen_q=3000, seqlen_kv=3000)
-    few = [record for record in tuned_alike(problem, records) if record.config][:anchors]
-    estimate = forecast(problem, few, TARGET, anyone)
-    assert estimate is not None
-    assert estimate[1].nearest in few
-
-
-def test_forecast_depends_on_the_number_of_sms(records: tuple[Record, ...]) -> None:
-    fewer = msgspec.structs.replace(TARGET, name="nvidia-h100-pcie", sm_count=114)
-    problem = shape(heads=8, kv_heads=1, batch=2, seqlen_q=4347, seqlen_kv=4347)
-    estimate = forecast(problem, records, fewer, anyone)
-    assert estimate is not None
-    assert estimate[1].nearest.config is not None
-
-
-@pytest.mark.parametrize("seqlen_q", [1, 3, 16, 64])
-def test_few_queries(records: tuple[Record, ...], seqlen_q: int) -> None:
-    problem = shape(heads=64, kv_heads=8, seqlen_q=seqlen_q, seqlen_kv=8192)
-    selection = select(problem, TARGET, _tables(records), Specialization(), generated=True)
-    assert selection.record.config is not None
-    family = find_family(selection.record.family)
-    assert 0 < family.makespan_ms(problem, selection.record.config, TARGET) < 10
-
-
-def test_forecast_packs_heads_where_queries_are_few(records: tuple[Record, ...]) -> None:
+def test_forecast_packs_heads_where_queries_are_few() -> None:
     # No shape of few queries is tuned: the families' defaults are considered too.
     problem = shape(dtype=Dtype.FP16, heads=32, kv_heads=8, batch=120, seqlen_q=17, seqlen_kv=9000)
-    selection = select(problem, TARGET, _tables(records), Specialization(), generated=True)
+    selection = select(problem, TARGET, _tables(RECORDS), Specialization(), generated=True)
     assert isinstance(selection.record.config, HopperConfig)
     assert selection.record.config.pack_gqa == problem.group_size
 
 
-def test_decoding_ignores_times_of_many_queries(records: tuple[Record, ...]) -> None:
+def test_decoding_ignores_times_of_many_queries() -> None:
     problem = shape(heads=32, kv_heads=8, batch=4, seqlen_q=1, seqlen_kv=9000)
-    many = [record for record in records if record.problem.seqlen_q > FEW_QUERIES]
+    many = [record for record in RECORDS if record.problem.seqlen_q > FEW_QUERIES]
     selection = select(problem, TARGET, _tables(tuple(many)), Specialization(), generated=True)
     assert (selection.source, selection.record.family) == ("default", DECODING_FAMILY)
     decoded = msgspec.structs.replace(problem, seqlen_kv=8192)
@@ -204,10 +157,10 @@ def test_decoding_ignores_times_of_many_queries(records: tuple[Record, ...]) -> 
     assert (selection.source, selection.record.family) == ("estimated", DECODING_FAMILY)
 
 
-def test_forecast_takes_less_than_50_ms(records: tuple[Record, ...]) -> None:
-    tables = _tables(records)
-    problems = draw_problems(30, 13, (record.problem for record in records))
-    huge = shape(heads=128, kv_heads=128, batch=128, seqlen_q=2**20, seqlen_kv=2**20)
+def test_forecast_takes_less_than_50_ms() -> None:
+    tables = _tables(RECORDS)
+    problems = draw_problems(30, 13, (record.problem for record in RECORDS))
+    huge = shape(heads=128, kv_heads=128, batch=128, seqlen=2**20)
     took = []
     for problem in (*problems, huge):
         start = time.process_time()
@@ -233,14 +186,11 @@ def test_schedule_variants_keep_the_tile() -> None:
         assert changed <= same or changed == {"block_n"}
 
 
-def test_neighbour_of_a_winner_has_a_smaller_margin(records: tuple[Record, ...]) -> None:
+def test_neighbour_of_a_winner_has_a_smaller_margin() -> None:
     # Measured on an H200: with 131 programs 234 µs, with one for each multiprocessor 193; only the former won
     # anywhere.
-    problem = shape(
-        head_dim=64, value_head_dim=64, heads=32, kv_heads=32, batch=18, seqlen_q=917, seqlen_kv=917
-    )
-    estimate = forecast(problem, records, TARGET, anyone)
-    assert estimate is not None
+    problem = shape(head_dim=64, heads=32, kv_heads=32, batch=18, seqlen=917)
+    estimate = present(forecast(problem, RECORDS, TARGET, anyone))
     chosen, why = estimate
     assert isinstance(chosen.config, HopperConfig)
     assert chosen.provenance is Provenance.PREDICTED
@@ -248,11 +198,9 @@ def test_neighbour_of_a_winner_has_a_smaller_margin(records: tuple[Record, ...])
     assert why.ms < why.nearest_ms
 
 
-def test_reason_contains_the_estimated_time(
-    machine: Machine, records: tuple[Record, ...], make_record: Make
-) -> None:
-    machine.tables = Tables({}, _tables(records).shipped)
-    problem = shape(heads=8, kv_heads=1, batch=2, seqlen_q=4347, seqlen_kv=4347)
+def test_reason_contains_the_estimated_time(machine: Machine) -> None:
+    machine.tables = Tables({}, _tables(RECORDS).shipped)
+    problem = shape(heads=8, kv_heads=1, batch=2, seqlen=4347)
     q, k, v = inputs(problem)
     told = flashtune.explain(q, k, v, causal=True, prefer="generated")
     assert told.selection is not None
@@ -262,11 +210,9 @@ def test_reason_contains_the_estimated_time(
     assert distance(told.selection.forecast.nearest.problem, problem) > 0
 
 
-def test_nearest_record_serves_if_the_forecast_fails(machine: Machine, records: tuple[Record, ...]) -> None:
-    machine.tables = Tables({}, _tables(records).shipped)
-    problem = shape(
-        head_dim=256, value_head_dim=256, heads=4, kv_heads=4, batch=1, seqlen_q=100, seqlen_kv=1100
-    )
+def test_nearest_record_serves_if_the_forecast_fails(machine: Machine) -> None:
+    machine.tables = Tables({}, _tables(RECORDS).shipped)
+    problem = shape(head_dim=256, heads=4, kv_heads=4, batch=1, seqlen_q=100, seqlen_kv=1100)
     verdicts = itertools.chain([False], itertools.repeat(True))
     machine.judge = lambda kernel: next(verdicts)
     q, k, v = inputs(problem)
@@ -275,10 +221,10 @@ def test_nearest_record_serves_if_the_forecast_fails(machine: Machine, records: 
     assert machine.launches == 1
 
 
-def test_family_that_was_not_tuned_with_features_is_considered(records: tuple[Record, ...]) -> None:
-    problem = shape(batch=1, seqlen_q=8192, seqlen_kv=8192, softcap=True)
+def test_family_that_was_not_tuned_with_features_is_considered() -> None:
+    problem = shape(batch=1, seqlen=8192, softcap=True)
     masked = find_family("forward_masked")
-    like = next(record for record in records if record.family == "forward_hopper")
+    like = next(record for record in RECORDS if record.family == "forward_hopper")
     tuned = msgspec.structs.replace(
         like, problem=problem, family=masked.name, config=masked.default(problem, TARGET)
     )
@@ -287,12 +233,10 @@ def test_family_that_was_not_tuned_with_features_is_considered(records: tuple[Re
         return problem.features <= find_family(record.family).features
 
     def found(ms: float) -> Record:
-        assert tuned.measurement is not None
-        measured = msgspec.structs.replace(tuned.measurement, ms=ms, p20=ms, p80=ms, peers=())
+        measured = msgspec.structs.replace(present(tuned.measurement), ms=ms, p20=ms, p80=ms, peers=())
         timed = msgspec.structs.replace(tuned, measurement=measured)
         longer = msgspec.structs.replace(problem, seqlen_q=9000, seqlen_kv=9000)
-        result = forecast(longer, (*records, timed), TARGET, serves)
-        assert result is not None
+        result = present(forecast(longer, (*RECORDS, timed), TARGET, serves))
         return result[0]
 
     assert found(100.0).family == "forward_hopper"
@@ -304,9 +248,7 @@ def test_family_that_was_not_tuned_with_features_is_considered(records: tuple[Re
 @pytest.mark.parametrize(
     "caches", [{}, {"kv_dtype": KvDtype.E4M3, "kv_scale": KvScale.HEAD}], ids=["bf16", "e4m3"]
 )
-def test_untuned_chunks_of_prompts_in_pages_use_hopper(
-    records: tuple[Record, ...], page_size: int, caches: dict[str, object]
-) -> None:
+def test_untuned_chunks_of_prompts_in_pages_use_hopper(page_size: int, caches: dict[str, object]) -> None:
     def chunk(seqlen_kv: int) -> Problem:
         return shape(
             heads=32,
@@ -320,20 +262,19 @@ def test_untuned_chunks_of_prompts_in_pages_use_hopper(
         )
 
     def family(*more: Record) -> str:
-        tables = Tables(by_problem((*records, *more)), {})
+        tables = Tables(by_problem((*RECORDS, *more)), {})
         return select(chunk(4608), TARGET, tables, Specialization(), generated=True).record.family
 
     masked = find_family("forward_masked")
-    like = next(record for record in records if record.family == "forward_hopper")
+    like = next(record for record in RECORDS if record.family == "forward_hopper")
 
     def portable(ms: float) -> Record:
-        assert like.measurement is not None
         return msgspec.structs.replace(
             like,
             problem=chunk(5120),
             family=masked.name,
             config=masked.default(chunk(5120), TARGET),
-            measurement=msgspec.structs.replace(like.measurement, ms=ms, p20=ms, p80=ms, peers=()),
+            measurement=msgspec.structs.replace(present(like.measurement), ms=ms, p20=ms, p80=ms, peers=()),
         )
 
     assert family() == "forward_hopper"
@@ -345,7 +286,7 @@ def test_untuned_chunks_of_prompts_in_pages_use_hopper(
 def family_of_blocks(length: int, **changes: object) -> str:
     """Returns the default family of a block mask with as many queries as keys."""
     changes = {"heads": 16, "kv_heads": 16, "batch": 1, "block_mask": 128} | changes
-    problem = shape(seqlen_q=length, seqlen_kv=length, **changes)
+    problem = shape(seqlen=length, **changes)
     return default_selection(problem, TARGET, Specialization()).record.family
 
 

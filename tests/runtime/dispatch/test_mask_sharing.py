@@ -1,6 +1,6 @@
 """Tests of masks shared by heads, sequences or rows: classification and backend selection."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import flashtune
-from flashtune.core.kernel import Kernel, Specialization
+from flashtune.core.kernel import Specialization
 from flashtune.core.mask_sharing import MaskSharing, distinct_ways, narrowed, nearest_way
 from flashtune.core.problem import Bias, Causal, Direction, Dtype, Problem
 from flashtune.core.record import PeerTime, Record, Selection, SharedTime, VerificationStatus
@@ -17,17 +17,13 @@ from flashtune.dispatch.faster_peers import faster_peer
 from flashtune.dispatch.lookup import select
 from flashtune.dispatch.masked_sdpa import sharing_of, timed_ways
 from flashtune.dispatch.tables import Tables
-from tests.support.machine import TARGET, Machine, tuned
+from tests.support.machine import PROBLEM, TARGET, Machine, tuned
+from tests.support.records import make_record
 
-Make = Callable[..., Record]
 HEADS, BATCH, HEADS_AND_ROWS, BATCH_AND_HEADS = MaskSharing
 CUDNN, UNFUSED = "sdpa-cudnn", "unfused"
-
-
-@pytest.fixture
-def biased(problem: Problem) -> Problem:
-    """Of two sequences, eight heads and 512 queries and keys."""
-    return msgspec.structs.replace(problem, causal=Causal.NONE, bias=Bias.BOOLEAN)
+# Of two sequences, eight heads and 512 queries and keys.
+BIASED = msgspec.structs.replace(PROBLEM, causal=Causal.NONE, bias=Bias.BOOLEAN)
 
 
 # Ways of sharing
@@ -43,22 +39,20 @@ def biased(problem: Problem) -> Problem:
         ({"heads": 1, "kv_heads": 1, "batch": 1}, []),
     ],
 )
-def test_equivalent_sharings_are_omitted(
-    biased: Problem, changes: dict[str, int], ways: list[MaskSharing]
-) -> None:
-    problem = msgspec.structs.replace(biased, **changes)
+def test_equivalent_sharings_are_omitted(changes: dict[str, int], ways: list[MaskSharing]) -> None:
+    problem = msgspec.structs.replace(BIASED, **changes)
     assert list(distinct_ways(problem)) == ways
     assert list(timed_ways(problem)) == ways
 
 
-def test_only_problems_with_a_mask_in_sdpa_have_shared_mask_times(biased: Problem) -> None:
+def test_only_problems_with_a_mask_in_sdpa_have_shared_mask_times() -> None:
     for changes in (
         {"bias": Bias.NONE},
         {"softcap": True},
         {"direction": Direction.BACKWARD},
         {"dtype": Dtype.E4M3},
     ):
-        assert timed_ways(msgspec.structs.replace(biased, **changes)) == ()
+        assert timed_ways(msgspec.structs.replace(BIASED, **changes)) == ()
 
 
 @pytest.mark.parametrize(
@@ -77,15 +71,15 @@ def test_only_problems_with_a_mask_in_sdpa_have_shared_mask_times(biased: Proble
     ],
 )
 def test_masks_are_classified_by_extents_and_by_strides(
-    biased: Problem, shape: tuple[int, ...], way: MaskSharing | None
+    shape: tuple[int, ...], way: MaskSharing | None
 ) -> None:
     bias = torch.empty(shape, dtype=torch.bool)
-    assert sharing_of(biased, bias) is way
-    assert sharing_of(biased, bias.expand(2, 8, 512, 512)) is way
+    assert sharing_of(BIASED, bias) is way
+    assert sharing_of(BIASED, bias.expand(2, 8, 512, 512)) is way
 
 
-def test_a_dimension_of_one_element_is_not_shared(biased: Problem) -> None:
-    single = msgspec.structs.replace(biased, batch=1, seqlen_q=1)
+def test_a_dimension_of_one_element_is_not_shared() -> None:
+    single = msgspec.structs.replace(BIASED, batch=1, seqlen_q=1)
     assert sharing_of(single, torch.empty(1, 8, 1, 512)) is None
     assert sharing_of(single, torch.empty(1, 512)) is HEADS
     assert nearest_way(single, BATCH_AND_HEADS.dimensions) is HEADS
@@ -93,8 +87,8 @@ def test_a_dimension_of_one_element_is_not_shared(biased: Problem) -> None:
 
 
 @pytest.mark.parametrize("way", list(MaskSharing))
-def test_narrowed_bias_is_contiguous_and_has_the_sharing(biased: Problem, way: MaskSharing) -> None:
-    small = msgspec.structs.replace(biased, seqlen_q=6, seqlen_kv=5)
+def test_narrowed_bias_is_contiguous_and_has_the_sharing(way: MaskSharing) -> None:
+    small = msgspec.structs.replace(BIASED, seqlen_q=6, seqlen_kv=5)
     bias = torch.arange(2 * 8 * 6 * 5).view(2, 8, 6, 5)
     narrow = narrowed(bias, way)
     assert narrow.is_contiguous()
@@ -107,7 +101,6 @@ def test_narrowed_bias_is_contiguous_and_has_the_sharing(biased: Problem, way: M
 
 
 def record_of(
-    make_record: Make,
     problem: Problem,
     peers: dict[str, float],
     shared: Iterable[tuple[MaskSharing, float, dict[str, float]]] = (),
@@ -124,48 +117,44 @@ def record_of(
 
 
 @pytest.mark.parametrize(("peer", "expected"), [(0.9, CUDNN), (0.92, None)])
-def test_shared_mask_times_decide_at_a_tuned_shape(
-    biased: Problem, make_record: Make, peer: float, expected: str | None
-) -> None:
+def test_shared_mask_times_decide_at_a_tuned_shape(peer: float, expected: str | None) -> None:
     shared = [(HEADS, 0.9, {CUDNN: peer}), (BATCH, 0.9, {CUDNN: 1.5})]
-    record = record_of(make_record, biased, {CUDNN: 1.4}, shared)
+    record = record_of(BIASED, {CUDNN: 1.4}, shared)
     selection = Selection(record=record, standing=VerificationStatus.TIMED)
-    assert faster_peer((selection,), biased, CUDNN, HEADS) == expected
-    assert faster_peer((selection,), biased, CUDNN, BATCH) is None
-    assert faster_peer((selection,), biased, CUDNN) is None
+    assert faster_peer((selection,), BIASED, CUDNN, HEADS) == expected
+    assert faster_peer((selection,), BIASED, CUDNN, BATCH) is None
+    assert faster_peer((selection,), BIASED, CUDNN) is None
     # Of this way there are no times, and those with an unshared mask decide.
-    assert faster_peer((selection,), biased, CUDNN, HEADS_AND_ROWS) is None
-    unshared = record_of(make_record, biased, {CUDNN: 0.5}, [(HEADS, 0.4, {CUDNN: 0.5})])
+    assert faster_peer((selection,), BIASED, CUDNN, HEADS_AND_ROWS) is None
+    unshared = record_of(BIASED, {CUDNN: 0.5}, [(HEADS, 0.4, {CUDNN: 0.5})])
     selection = Selection(record=unshared, standing=VerificationStatus.TIMED)
-    assert faster_peer((selection,), biased, CUDNN, HEADS) is None
-    assert faster_peer((selection,), biased, CUDNN, HEADS_AND_ROWS) == CUDNN
-    assert faster_peer((selection,), biased, CUDNN) == CUDNN
+    assert faster_peer((selection,), BIASED, CUDNN, HEADS) is None
+    assert faster_peer((selection,), BIASED, CUDNN, HEADS_AND_ROWS) == CUDNN
+    assert faster_peer((selection,), BIASED, CUDNN) == CUDNN
 
 
-def test_backend_without_a_shared_mask_time_does_not_serve_it(biased: Problem, make_record: Make) -> None:
-    record = record_of(make_record, biased, {CUDNN: 0.5}, [(HEADS, 0.9, {"sdpa-efficient": 0.8})])
+def test_backend_without_a_shared_mask_time_does_not_serve_it() -> None:
+    record = record_of(BIASED, {CUDNN: 0.5}, [(HEADS, 0.9, {"sdpa-efficient": 0.8})])
     selection = Selection(record=record, standing=VerificationStatus.TIMED)
-    assert faster_peer((selection,), biased, CUDNN, HEADS) is None
-    assert faster_peer((selection,), biased, "sdpa-efficient", HEADS) == "sdpa-efficient"
+    assert faster_peer((selection,), BIASED, CUDNN, HEADS) is None
+    assert faster_peer((selection,), BIASED, "sdpa-efficient", HEADS) == "sdpa-efficient"
 
 
-def test_unfused_attention_uses_its_time_without_sharing(biased: Problem, make_record: Make) -> None:
-    record = record_of(make_record, biased, {UNFUSED: 0.5}, [(HEADS, 0.6, {}), (BATCH, 0.4, {})])
+def test_unfused_attention_uses_its_time_without_sharing() -> None:
+    record = record_of(BIASED, {UNFUSED: 0.5}, [(HEADS, 0.6, {}), (BATCH, 0.4, {})])
     selection = Selection(record=record, standing=VerificationStatus.TIMED)
-    assert faster_peer((selection,), biased, None, HEADS) == UNFUSED
-    assert faster_peer((selection,), biased, None, BATCH) is None
+    assert faster_peer((selection,), BIASED, None, HEADS) == UNFUSED
+    assert faster_peer((selection,), BIASED, None, BATCH) is None
 
 
-def test_forecasts_are_scaled_by_the_sharing_ratio_of_the_nearest_shape(
-    biased: Problem, make_record: Make
-) -> None:
-    other = msgspec.structs.replace(biased, seqlen_q=300, seqlen_kv=700)
+def test_forecasts_are_scaled_by_the_sharing_ratio_of_the_nearest_shape() -> None:
+    other = msgspec.structs.replace(BIASED, seqlen_q=300, seqlen_kv=700)
 
     def served(
         sharing: MaskSharing | None, *shared: tuple[MaskSharing, float, dict[str, float]]
     ) -> str | None:
-        record = record_of(make_record, biased, {CUDNN: 1.2}, shared)
-        tables = Tables({biased.key: (record,)}, {})
+        record = record_of(BIASED, {CUDNN: 1.2}, shared)
+        tables = Tables({BIASED.key: (record,)}, {})
         selection = select(other, TARGET, tables, Specialization(), generated=True)
         assert selection.forecast is not None
         return faster_peer((selection,), other, CUDNN, sharing)
@@ -178,54 +167,38 @@ def test_forecasts_are_scaled_by_the_sharing_ratio_of_the_nearest_shape(
     assert served(HEADS, (HEADS, 0.5, {CUDNN: 0.6})) is None, "the kernel gains as much"
 
 
-def test_measured_and_forecast_passes_are_compared_as_forecasts(biased: Problem, make_record: Make) -> None:
-    other = msgspec.structs.replace(biased, seqlen_q=300, seqlen_kv=700)
+def test_measured_and_forecast_passes_are_compared_as_forecasts() -> None:
+    other = msgspec.structs.replace(BIASED, seqlen_q=300, seqlen_kv=700)
 
     def pair(peer: float) -> str | None:
-        record = record_of(make_record, biased, {CUDNN: peer})
-        tables = Tables({biased.key: (record,)}, {})
+        record = record_of(BIASED, {CUDNN: peer})
+        tables = Tables({BIASED.key: (record,)}, {})
         measured, expected = (
-            select(problem, TARGET, tables, Specialization(), generated=True) for problem in (biased, other)
+            select(problem, TARGET, tables, Specialization(), generated=True) for problem in (BIASED, other)
         )
         assert (measured.forecast is None, expected.forecast is None) == (True, False)
-        return faster_peer((measured, expected), biased, CUDNN)
+        return faster_peer((measured, expected), BIASED, CUDNN)
 
     assert pair(1.0) is None, "equal times are no reason where one is expected"
     assert pair(0.9) == CUDNN
 
 
-def test_nearest_shape_provides_times_of_equivalent_sharings(biased: Problem, make_record: Make) -> None:
-    near = msgspec.structs.replace(biased, batch=1)
-    record = record_of(make_record, near, {CUDNN: 1.2}, [(HEADS, 1.0, {CUDNN: 0.5})])
+def test_nearest_shape_provides_times_of_equivalent_sharings() -> None:
+    near = msgspec.structs.replace(BIASED, batch=1)
+    record = record_of(near, {CUDNN: 1.2}, [(HEADS, 1.0, {CUDNN: 0.5})])
     tables = Tables({near.key: (record,)}, {})
-    selection = select(biased, TARGET, tables, Specialization(), generated=True)
-    assert faster_peer((selection,), biased, CUDNN, BATCH_AND_HEADS) == CUDNN
-    assert faster_peer((selection,), biased, CUDNN, BATCH) is None
+    selection = select(BIASED, TARGET, tables, Specialization(), generated=True)
+    assert faster_peer((selection,), BIASED, CUDNN, BATCH_AND_HEADS) == CUDNN
+    assert faster_peer((selection,), BIASED, CUDNN, BATCH) is None
 
 
 # Calls
 
 
 @pytest.fixture
-def launches(machine: Machine) -> list[str]:
-    """Families whose kernels were launched; they write ones."""
-    families: list[str] = []
-
-    def bind(kernel: Kernel, target: object, *arguments: object, compiled: object) -> Callable[..., None]:
-        def launch(tensors: tuple[Tensor, ...], *rest: object) -> None:
-            families.append(kernel.family)
-            tensors[3].fill_(1.0)
-
-        return launch
-
-    machine.launch = bind
-    return families
-
-
-@pytest.fixture
-def call(machine: Machine, biased: Problem, make_record: Make) -> tuple[Tensor, Tensor, Tensor]:
+def call(machine: Machine) -> tuple[Tensor, Tensor, Tensor]:
     """Tensors of a shape where SDPA is faster with a mask that heads share alone."""
-    tuned(machine, record_of(make_record, biased, {CUDNN: 1.4}, [(HEADS, 0.9, {CUDNN: 0.5})]))
+    tuned(machine, record_of(BIASED, {CUDNN: 1.4}, [(HEADS, 0.9, {CUDNN: 0.5})]))
     torch.manual_seed(3)
     q = torch.randn(2, 8, 512, 64, dtype=torch.bfloat16)
     k = torch.randn(2, 2, 512, 64, dtype=torch.bfloat16)

@@ -14,7 +14,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import flashtune
-from flashtune.core.kernel import Kernel
 from flashtune.core.notices import FlashtuneWarning
 from flashtune.core.problem import Bias, Causal, Dtype, Problem
 from flashtune.core.record import Record
@@ -25,10 +24,11 @@ from flashtune.request.call import dense_call
 from flashtune.request.read_call import read_call
 from flashtune.tuner.tables import hub_dispatcher
 from tests.support.attention_operators import by_definition
-from tests.support.machine import Machine, tuned
+from tests.support.machine import PROBLEM, Machine, tuned
+from tests.support.records import make_record
 
-Make = Callable[..., Record]
 LENGTHS = [(7, 7), (5, 9), (9, 5), (1, 6)]
+BIASED = msgspec.structs.replace(PROBLEM, causal=Causal.NONE, bias=Bias.BOOLEAN)
 # Shapes of a bias over [2, 4, seqlen_q, seqlen_kv]; 0 stands for the whole extent.
 SHAPES = [(0, 0, 0, 0), (1, 0, 0, 0), (0, 1, 0, 0), (0, 1, 1, 0), (0, 0), (1, 0), (0, 0, 0)]
 
@@ -105,28 +105,7 @@ def test_masked_non_finite_key_gives_nan_rows_in_sdpa(value: float) -> None:
 # The runtime's choice
 
 
-@pytest.fixture
-def biased(problem: Problem) -> Problem:
-    return msgspec.structs.replace(problem, causal=Causal.NONE, bias=Bias.BOOLEAN)
-
-
-@pytest.fixture
-def launches(machine: Machine) -> list[str]:
-    """Families whose kernels were launched; they write ones."""
-    found: list[str] = []
-
-    def bind(kernel: Kernel, target: object, *given: object, compiled: object) -> Callable[..., None]:
-        def launch(tensors: tuple[Tensor, ...], *rest: object) -> None:
-            found.append(kernel.family)
-            tensors[3].fill_(1.0)
-
-        return launch
-
-    machine.launch = bind
-    return found
-
-
-def masked_record(make_record: Make, problem: Problem, **peers: float) -> Record:
+def masked_record(problem: Problem, **peers: float) -> Record:
     """Returns a record of a bias problem with a time of 1 ms, and with the times of peers in ms."""
     times = {name.replace("_", "-"): ms for name, ms in peers.items()}
     return make_record(problem, peers=times, family="forward_masked")
@@ -150,10 +129,10 @@ def call_of(problem: Problem, **changes: Any) -> tuple[tuple[Tensor, Tensor, Ten
 @pytest.mark.parametrize("kind", [Bias.BOOLEAN, Bias.ADDITIVE])
 @pytest.mark.parametrize("causal", ["none", "top_left", "bottom_right"])
 def test_sdpa_serves_masks_where_it_is_faster(
-    machine: Machine, launches: list[str], biased: Problem, make_record: Make, kind: Bias, causal: str
+    machine: Machine, launches: list[str], kind: Bias, causal: str
 ) -> None:
-    problem = msgspec.structs.replace(biased, bias=kind, causal=Causal(causal))
-    tuned(machine, masked_record(make_record, problem, sdpa_cudnn=0.3, sdpa_efficient=0.7))
+    problem = msgspec.structs.replace(BIASED, bias=kind, causal=Causal(causal))
+    tuned(machine, masked_record(problem, sdpa_cudnn=0.3, sdpa_efficient=0.7))
     given, options = call_of(problem, causal=causal)
     told = flashtune.explain(*given, **options)
     assert (told.backend, told.reason) == ("sdpa", "sdpa-cudnn was measured as fast or faster")
@@ -189,29 +168,22 @@ def mask_alone(options: dict[str, Any]) -> dict[str, Any]:
 )
 @pytest.mark.filterwarnings("ignore::flashtune.core.notices.FlashtuneWarning")
 def test_generated_kernels_serve_masks_with_features_sdpa_lacks(
-    machine: Machine,
-    launches: list[str],
-    biased: Problem,
-    make_record: Make,
-    asked: dict[str, Any],
-    family: str,
+    machine: Machine, launches: list[str], asked: dict[str, Any], family: str
 ) -> None:
     """A record of a portable kernel serves its problem only. Others have the default config of Hopper's."""
-    tuned(machine, masked_record(make_record, biased, sdpa_cudnn=0.3))
-    given, options = call_of(biased, **asked)
+    tuned(machine, masked_record(BIASED, sdpa_cudnn=0.3))
+    given, options = call_of(BIASED, **asked)
     assert flashtune.explain(*given, **options).backend == "generated"
     flashtune.attention(*given, **options)
     assert launches == [family]
 
 
-def test_sdpa_does_not_serve_gradients_of_a_mask(
-    machine: Machine, biased: Problem, make_record: Make
-) -> None:
-    tuned(machine, masked_record(make_record, biased, sdpa_cudnn=0.3))
-    (q, k, v), options = call_of(biased)
+def test_sdpa_does_not_serve_gradients_of_a_mask(machine: Machine) -> None:
+    tuned(machine, masked_record(BIASED, sdpa_cudnn=0.3))
+    (q, k, v), options = call_of(BIASED)
     assert flashtune.explain(q.requires_grad_(), k, v, **options).backend == "generated"
-    additive = msgspec.structs.replace(biased, bias=Bias.ADDITIVE)
-    tuned(machine, masked_record(make_record, additive, sdpa_cudnn=0.3))
+    additive = msgspec.structs.replace(BIASED, bias=Bias.ADDITIVE)
+    tuned(machine, masked_record(additive, sdpa_cudnn=0.3))
     given, options = call_of(additive)
     options["attn_bias"].requires_grad_()
     assert flashtune.explain(*given, **options).backend == "generated"
@@ -219,16 +191,11 @@ def test_sdpa_does_not_serve_gradients_of_a_mask(
 
 @pytest.mark.parametrize(("usual", "peers"), [(None, 0.3), ("sdpa-efficient", 0.3), ("sdpa-cudnn", 1.02)])
 def test_only_the_sdpa_backend_in_use_is_compared(
-    machine: Machine,
-    launches: list[str],
-    biased: Problem,
-    make_record: Make,
-    usual: str | None,
-    peers: float,
+    machine: Machine, launches: list[str], usual: str | None, peers: float
 ) -> None:
     machine.usual = usual
-    tuned(machine, masked_record(make_record, biased, sdpa_cudnn=peers, sdpa_efficient=1.5))
-    given, options = call_of(biased)
+    tuned(machine, masked_record(BIASED, sdpa_cudnn=peers, sdpa_efficient=1.5))
+    given, options = call_of(BIASED)
     assert flashtune.explain(*given, **options).backend == "generated"
 
 
@@ -238,16 +205,10 @@ def test_only_the_sdpa_backend_in_use_is_compared(
 )
 @pytest.mark.filterwarnings("ignore::flashtune.core.notices.FlashtuneWarning")
 def test_untuned_masks_are_served_by_estimated_times(
-    machine: Machine,
-    launches: list[str],
-    biased: Problem,
-    make_record: Make,
-    peer: float,
-    backend: str,
-    dtype: Dtype,
+    machine: Machine, launches: list[str], peer: float, backend: str, dtype: Dtype
 ) -> None:
-    tuned(machine, masked_record(make_record, biased, sdpa_cudnn=peer))
-    given, options = call_of(msgspec.structs.replace(biased, seqlen_q=300, seqlen_kv=700, dtype=dtype))
+    tuned(machine, masked_record(BIASED, sdpa_cudnn=peer))
+    given, options = call_of(msgspec.structs.replace(BIASED, seqlen_q=300, seqlen_kv=700, dtype=dtype))
     told = flashtune.explain(*given, **options)
     assert told.backend == backend
     assert told.selection is not None
@@ -288,22 +249,16 @@ def no_plan(q: Tensor, *rest: object, **options: object) -> Tensor:
     ],
 )
 def test_sdpa_is_checked_before_it_serves_a_mask(
-    machine: Machine,
-    launches: list[str],
-    biased: Problem,
-    make_record: Make,
-    sdpa: mock.Mock,
-    backend: Callable[..., Tensor],
-    why: str,
+    machine: Machine, launches: list[str], sdpa: mock.Mock, backend: Callable[..., Tensor], why: str
 ) -> None:
     sdpa.side_effect = backend
-    tuned(machine, masked_record(make_record, biased, sdpa_cudnn=0.3))
-    given, options = call_of(biased)
+    tuned(machine, masked_record(BIASED, sdpa_cudnn=0.3))
+    given, options = call_of(BIASED)
     assert flashtune.explain(*given, **options).backend == "sdpa", "nothing was tried so far"
     with pytest.warns(FlashtuneWarning) as warned:
         flashtune.attention(*given, **options)
     assert [str(one.message) for one in warned] == [
-        f"torch's SDPA {why}, so another kernel serves {biased.key}"
+        f"torch's SDPA {why}, so another kernel serves {BIASED.key}"
     ]
     assert launches == ["forward_masked"]
     assert flashtune.explain(*given, **options).backend == "generated"
@@ -311,54 +266,41 @@ def test_sdpa_is_checked_before_it_serves_a_mask(
     assert launches == ["forward_masked"] * 2
 
 
-def test_generated_kernel_serves_tensors_that_sdpa_refuses(
-    machine: Machine,
-    launches: list[str],
-    biased: Problem,
-    make_record: Make,
-    sdpa: mock.Mock,
+@pytest.mark.parametrize(
+    ("error", "why", "later"),
+    [
+        (
+            RuntimeError("misaligned strides"),
+            "refuses its mask .RuntimeError: misaligned strides",
+            "generated",
+        ),
+        (torch.OutOfMemoryError("CUDA out of memory"), "has no memory for its mask", "sdpa"),
+    ],
+)
+def test_generated_kernel_serves_if_sdpa_fails(
+    machine: Machine, launches: list[str], sdpa: mock.Mock, error: Exception, why: str, later: str
 ) -> None:
-    def refuses_these(q: Tensor, *rest: Any, **options: Any) -> Tensor:
-        if q.shape[2] == biased.seqlen_q:
-            raise RuntimeError("misaligned strides")
+    def fails(q: Tensor, *rest: Any, **options: Any) -> Tensor:
+        if q.shape[2] == BIASED.seqlen_q:
+            raise error
         return scaled_dot_product_attention(q, *rest, **options)
 
-    sdpa.side_effect = refuses_these
-    tuned(machine, masked_record(make_record, biased, sdpa_cudnn=0.3))
-    given, options = call_of(biased)
-    with pytest.warns(FlashtuneWarning, match="refuses its mask .RuntimeError: misaligned strides"):
+    sdpa.side_effect = fails
+    tuned(machine, masked_record(BIASED, sdpa_cudnn=0.3))
+    given, options = call_of(BIASED)
+    with pytest.warns(FlashtuneWarning, match=why):
         flashtune.attention(*given, **options)
     assert launches == ["forward_masked"]
-    assert flashtune.explain(*given, **options).backend == "generated"
-
-
-def test_generated_kernel_serves_if_sdpa_runs_out_of_memory(
-    machine: Machine,
-    launches: list[str],
-    biased: Problem,
-    make_record: Make,
-    sdpa: mock.Mock,
-) -> None:
-    def without_memory(q: Tensor, *rest: Any, **options: Any) -> Tensor:
-        if q.shape[2] == biased.seqlen_q:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return scaled_dot_product_attention(q, *rest, **options)
-
-    sdpa.side_effect = without_memory
-    tuned(machine, masked_record(make_record, biased, sdpa_cudnn=0.3))
-    given, options = call_of(biased)
-    with pytest.warns(FlashtuneWarning, match="has no memory for its mask"):
-        flashtune.attention(*given, **options)
-    assert launches == ["forward_masked"]
+    assert flashtune.explain(*given, **options).backend == later
 
 
 @pytest.mark.parametrize("kind", [Bias.BOOLEAN, Bias.ADDITIVE])
 @pytest.mark.parametrize("first", [0, 1])
 def test_unaligned_biases_never_reach_sdpa(
-    machine: Machine, launches: list[str], biased: Problem, make_record: Make, kind: Bias, first: int
+    machine: Machine, launches: list[str], kind: Bias, first: int
 ) -> None:
-    problem = msgspec.structs.replace(biased, bias=kind)
-    tuned(machine, masked_record(make_record, problem, sdpa_cudnn=0.3))
+    problem = msgspec.structs.replace(BIASED, bias=kind)
+    tuned(machine, masked_record(problem, sdpa_cudnn=0.3))
     given, options = call_of(problem)
     ((name, bias),) = options.items()
     moved = torch.empty(bias.numel() + 1, dtype=bias.dtype)[1:].view_as(bias).copy_(bias)
@@ -374,21 +316,15 @@ def test_unaligned_biases_never_reach_sdpa(
 
 
 @pytest.mark.filterwarnings("ignore::flashtune.core.notices.FlashtuneWarning")
-def test_refusal_is_cached_by_strides(
-    machine: Machine,
-    launches: list[str],
-    biased: Problem,
-    make_record: Make,
-    sdpa: mock.Mock,
-) -> None:
+def test_refusal_is_cached_by_strides(machine: Machine, launches: list[str], sdpa: mock.Mock) -> None:
     def refuses_gaps(q: Tensor, *rest: Any, **options: Any) -> Tensor:
-        if q.shape[2] == biased.seqlen_q and not q.is_contiguous():
+        if q.shape[2] == BIASED.seqlen_q and not q.is_contiguous():
             raise RuntimeError("no such strides")
         return scaled_dot_product_attention(q, *rest, **options)
 
     sdpa.side_effect = refuses_gaps
-    tuned(machine, masked_record(make_record, biased, sdpa_cudnn=0.3))
-    (q, k, v), options = call_of(biased)
+    tuned(machine, masked_record(BIASED, sdpa_cudnn=0.3))
+    (q, k, v), options = call_of(BIASED)
     apart = torch.cat([q, q], -1)[..., : q.shape[-1]]
     flashtune.attention(apart, k, v, **options)
     assert launches == ["forward_masked"]
@@ -396,23 +332,16 @@ def test_refusal_is_cached_by_strides(
     assert launches == ["forward_masked"]
 
 
-def test_sdpa_check_runs_on_the_serving_backend(
-    machine: Machine,
-    launches: list[str],
-    biased: Problem,
-    make_record: Make,
-) -> None:
+def test_sdpa_check_runs_on_the_serving_backend(machine: Machine, launches: list[str]) -> None:
     machine.usual_of_trials = "sdpa-efficient"
-    tuned(machine, masked_record(make_record, biased, sdpa_cudnn=0.3))
-    given, options = call_of(biased)
+    tuned(machine, masked_record(BIASED, sdpa_cudnn=0.3))
+    given, options = call_of(BIASED)
     with pytest.warns(FlashtuneWarning, match="picks sdpa-efficient for the trial .* in place of sdpa-cudnn"):
         flashtune.attention(*given, **options)
     assert launches == ["forward_masked"]
 
 
-def test_only_the_checked_sdpa_backend_serves(
-    machine: Machine, launches: list[str], biased: Problem, make_record: Make, sdpa: mock.Mock
-) -> None:
+def test_only_the_checked_sdpa_backend_serves(machine: Machine, launches: list[str], sdpa: mock.Mock) -> None:
     calls = []
 
     def counted(*given: Any, **options: Any) -> Tensor:
@@ -420,8 +349,8 @@ def test_only_the_checked_sdpa_backend_serves(
         return scaled_dot_product_attention(*given, **options)
 
     sdpa.side_effect = counted
-    tuned(machine, masked_record(make_record, biased, sdpa_cudnn=0.3))
-    given, options = call_of(biased)
+    tuned(machine, masked_record(BIASED, sdpa_cudnn=0.3))
+    given, options = call_of(BIASED)
     expected = flashtune.attention(*given, **options)
     machine.usual = "sdpa-efficient"
     torch.testing.assert_close(flashtune.attention(*given, **options), expected, atol=2e-2, rtol=2e-2)
@@ -429,11 +358,9 @@ def test_only_the_checked_sdpa_backend_serves(
     assert launches == []
 
 
-def test_cached_executor_serves_masks_with_other_strides(
-    machine: Machine, launches: list[str], biased: Problem, make_record: Make
-) -> None:
-    tuned(machine, masked_record(make_record, biased, sdpa_cudnn=3.0))
-    (q, k, v), options = call_of(biased)
+def test_cached_executor_serves_masks_with_other_strides(machine: Machine, launches: list[str]) -> None:
+    tuned(machine, masked_record(BIASED, sdpa_cudnn=3.0))
+    (q, k, v), options = call_of(BIASED)
     flashtune.attention(q, k, v, **options)
     steps = len(machine.steps)
     flashtune.attention(torch.cat([q, q], -1)[..., : q.shape[-1]], k, v, **options)

@@ -1,27 +1,29 @@
-"""Tests of estimated SDPA times at untuned shapes."""
+"""Tests of estimated times at untuned shapes: those of SDPA, margins, and ties between winners."""
 
+import itertools
 import math
 import statistics
 import warnings
-from collections.abc import Callable
 
 import msgspec
 import pytest
 import torch
 
 import flashtune
+from flashtune import testing
 from flashtune.core.kernel import Specialization
 from flashtune.core.notices import search_command
 from flashtune.core.problem import Causal, Direction, Dtype, Problem
 from flashtune.core.record import Provenance, Record, Selection, VerificationStatus
 from flashtune.db.eligibility import by_problem
-from flashtune.db.table import shipped_table
+from flashtune.dispatch import forecast as forecasts
 from flashtune.dispatch.bound_request import KernelKey
 from flashtune.dispatch.decision import Backend, Decision
 from flashtune.dispatch.faster_peers import faster_peer, is_untrusted, untimed_peer
+from flashtune.dispatch.forecast import forecast
 from flashtune.dispatch.lookup import nearest_selection, select
-from flashtune.dispatch.nearest import tuned_alike
-from flashtune.dispatch.sdpa_times import expected_peers
+from flashtune.dispatch.nearest import DECODING_FAMILY, tuned_alike
+from flashtune.dispatch.sdpa_times import expected_peers, unfused_pair_leads
 from flashtune.dispatch.tables import Tables
 from flashtune.launch.kernel_cache import kernel_of
 from flashtune.request.request import Prefer
@@ -29,18 +31,15 @@ from flashtune.runtime.passes import Pass, prepared
 from flashtune.templates.forward_hopper.space import HopperConfig
 from flashtune.templates.registry import find_family
 from tests.runtime.training.training_calls import backward_record
-from tests.support.machine import Machine, inputs, tuned
-from tests.support.untuned import TARGET, shape
+from tests.support.machine import PROBLEM, Machine, inputs, tuned
+from tests.support.records import make_record, shipped_table_of
+from tests.support.untuned import TARGET, anyone, shape
+from tests.support.values import present
 
-Make = Callable[..., Record]
 CUDNN = "sdpa-cudnn"
 
 
-@pytest.fixture(scope="module")
-def records() -> tuple[Record, ...]:
-    table = shipped_table(TARGET.name)
-    assert table is not None
-    return table.records
+RECORDS = shipped_table_of(TARGET.name).records
 
 
 def selected(problem: Problem, records: tuple[Record, ...]) -> Selection:
@@ -50,24 +49,21 @@ def selected(problem: Problem, records: tuple[Record, ...]) -> Selection:
 def square(head_dim: int, heads: int, batch: int, seqlen: int, **changes: object) -> Problem:
     return shape(
         head_dim=head_dim,
-        value_head_dim=head_dim,
         heads=heads,
         kv_heads=heads,
         batch=batch,
-        seqlen_q=seqlen,
-        seqlen_kv=seqlen,
+        seqlen=seqlen,
         **{"causal": Causal.NONE, **changes},
     )
 
 
-def test_untuned_shape_is_compared_by_estimated_times(records: tuple[Record, ...]) -> None:
+def test_untuned_shape_is_compared_by_estimated_times() -> None:
     # Measured on an H200: the generated kernel was 1.35 times as fast as SDPA here. SDPA was faster by 5% at
     # the nearest tuned shape.
     problem = square(64, 8, 1, 2304)
-    selection = selected(problem, records)
+    selection = selected(problem, RECORDS)
     assert selection.forecast is not None
-    nearest = selection.forecast.nearest.measurement
-    assert nearest is not None
+    nearest = present(selection.forecast.nearest.measurement)
     peers = {peer.name: peer.ms for peer in nearest.peers}
     assert peers[CUDNN] < 0.98 * nearest.ms
     expected = {peer.name: peer.ms for peer in selection.forecast.peers}
@@ -75,10 +71,10 @@ def test_untuned_shape_is_compared_by_estimated_times(records: tuple[Record, ...
     assert faster_peer((selection,), problem, CUDNN) is None
 
 
-def test_untuned_head_dim_uses_configs_of_the_next_wider_one(records: tuple[Record, ...]) -> None:
+def test_untuned_head_dim_uses_configs_of_the_next_wider_one() -> None:
     # Measured on an H200: the default, of three groups, served at 0.77 of SDPA's speed here.
     problem = square(40, 12, 6, 640)
-    selection = selected(problem, records)
+    selection = selected(problem, RECORDS)
     record, why = selection.record, selection.forecast
     default = find_family("forward_hopper").default(problem, TARGET)
     assert isinstance(record.config, HopperConfig)
@@ -89,8 +85,7 @@ def test_untuned_head_dim_uses_configs_of_the_next_wider_one(records: tuple[Reco
     assert (record.problem.head_dim, record.problem.value_head_dim) == (40, 40)
     assert (record.provenance, record.verdict, record.measurement) == (Provenance.PREDICTED, None, None)
     assert "head dim 40" in kernel_of(record, Specialization()).source
-    assert why is not None
-    assert why.nearest.problem.head_dim == 64
+    assert present(why).nearest.problem.head_dim == 64
     assert nearest_selection(selection) is None, "it is of another head dim"
     family = find_family("forward_hopper")
     wide = square(64, 12, 6, 640)
@@ -100,14 +95,12 @@ def test_untuned_head_dim_uses_configs_of_the_next_wider_one(records: tuple[Reco
 
 
 @pytest.mark.parametrize("features", [{"softcap": True}, {"window_left": 1023}])
-def test_slower_families_of_wider_head_dims_do_not_replace_the_default(
-    records: tuple[Record, ...], features: dict[str, object]
-) -> None:
+def test_slower_families_of_wider_head_dims_do_not_replace_the_default(features: dict[str, object]) -> None:
     wide, problem = (
         square(width, 16, 4, 4096, causal=Causal.BOTTOM_RIGHT, direction=Direction.BACKWARD, **features)
         for width in (256, 128)
     )
-    wider = tuple(record for record in records if record.problem.head_dim == 256)
+    wider = tuple(record for record in RECORDS if record.problem.head_dim == 256)
     families = {record.family for record in tuned_alike(wide, wider)}
     assert {"backward_hopper", "backward_fused"} <= families
     selection = selected(problem, wider)
@@ -124,16 +117,13 @@ def test_slower_families_of_wider_head_dims_do_not_replace_the_default(
         (square(64, 12, 6, 2**21, dtype=Dtype.FP16), ["is far"]),
     ],
 )
-def test_other_head_dims_and_far_shapes_warn_with_search_command(
-    records: tuple[Record, ...], problem: Problem, said: list[str]
-) -> None:
-    decision = Decision(Backend.GENERATED, "", TARGET, selected(problem, records))
+def test_other_head_dims_and_far_shapes_warn_with_search_command(problem: Problem, said: list[str]) -> None:
+    decision = Decision(Backend.GENERATED, "", TARGET, selected(problem, RECORDS))
     asked = KernelKey(problem, Specialization(), Prefer.FASTEST, torch.device("cpu"))
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         assert prepared(decision, Pass(Machine(), asked, lambda kernel: "bound", str)) == "bound"
-    assert decision.selection is not None
-    assert decision.selection.source == "estimated"
+    assert present(decision.selection).source == "estimated"
     assert len(told) == len(said)
     for warning, words in zip(told, said, strict=True):
         assert words in str(warning.message)
@@ -143,48 +133,43 @@ def test_other_head_dims_and_far_shapes_warn_with_search_command(
 @pytest.mark.slow
 @pytest.mark.parametrize("head_dim", [32, 48, 72, 80, 96, 112, 160, 192, 224])
 @pytest.mark.parametrize("causal", [Causal.NONE, Causal.BOTTOM_RIGHT])
-def test_transferred_configs_are_in_the_space_of_their_head_dim(
-    records: tuple[Record, ...], head_dim: int, causal: Causal
-) -> None:
+def test_transferred_configs_are_in_the_space_of_their_head_dim(head_dim: int, causal: Causal) -> None:
     problem = square(head_dim, 16, 2, 2000, causal=causal)
-    selection = selected(problem, records)
+    selection = selected(problem, RECORDS)
     assert selection.source == "estimated"
-    assert selection.record.config is not None
     family = find_family(selection.record.family)
-    assert family.space(problem, TARGET).contains(selection.record.config)
+    assert family.space(problem, TARGET).contains(present(selection.record.config))
     assert selection.record.problem.head_dim == head_dim
 
 
-def test_records_of_the_other_16_bit_type_are_used(problem: Problem, make_record: Make) -> None:
+def test_records_of_the_other_16_bit_type_are_used() -> None:
     family = find_family("forward_hopper")
-    config = family.default(problem, TARGET)
-    record = make_record(problem, family=family.name, config=config, peers={CUDNN: 0.5})
-    other = msgspec.structs.replace(problem, dtype=Dtype.FP16)
+    config = family.default(PROBLEM, TARGET)
+    record = make_record(PROBLEM, family=family.name, config=config, peers={CUDNN: 0.5})
+    other = msgspec.structs.replace(PROBLEM, dtype=Dtype.FP16)
     selection = selected(other, (record,))
     assert (selection.source, selection.record.problem.dtype) == ("estimated", Dtype.FP16)
     assert faster_peer((selection,), other, CUDNN) == CUDNN
-    wide = msgspec.structs.replace(problem, dtype=Dtype.FP32)
+    wide = msgspec.structs.replace(PROBLEM, dtype=Dtype.FP32)
     assert selected(wide, (record,)).source == "default"
 
 
-def test_very_narrow_heads_use_configs_of_head_dim_64(records: tuple[Record, ...]) -> None:
-    selection = selected(square(16, 16, 2, 2048), records)
-    assert selection.forecast is not None
-    assert selection.forecast.nearest.problem.head_dim == 64
+def test_very_narrow_heads_use_configs_of_head_dim_64() -> None:
+    selection = selected(square(16, 16, 2, 2048), RECORDS)
+    assert present(selection.forecast).nearest.problem.head_dim == 64
 
 
-def test_sdpa_times_are_estimated_within_bounds(records: tuple[Record, ...]) -> None:
+def test_sdpa_times_are_estimated_within_bounds() -> None:
     """Each tuned shape in turn is left out, and SDPA's time there is expected from the others."""
     plain = [
         next(iter(own))
         for own in by_problem(
-            record for record in records if not (record.problem.is_backward or record.problem.features)
+            record for record in RECORDS if not (record.problem.is_backward or record.problem.features)
         ).values()
     ]
     errors = []
     for record in plain:
-        assert record.measurement is not None
-        took = {peer.name: peer.ms for peer in record.measurement.peers}.get(CUDNN)
+        took = {peer.name: peer.ms for peer in present(record.measurement).peers}.get(CUDNN)
         others = [other for other in tuned_alike(record.problem, plain) if other is not record]
         times = {peer.name: peer.ms for peer in expected_peers(record.problem, others, TARGET)}
         if took is not None and CUDNN in times:
@@ -194,12 +179,12 @@ def test_sdpa_times_are_estimated_within_bounds(records: tuple[Record, ...]) -> 
     assert sorted(errors)[int(0.9 * len(errors))] < 0.2
 
 
-def test_sdpa_serves_float32_until_a_kernel_was_timed(records: tuple[Record, ...]) -> None:
+def test_sdpa_serves_float32_until_a_kernel_was_timed() -> None:
     def peer(queries: int, keys: int, dtype: Dtype = Dtype.FP32) -> str | None:
         problem = shape(
             dtype=dtype, heads=8, kv_heads=8, batch=1, seqlen_q=queries, seqlen_kv=keys, causal=Causal.NONE
         )
-        alike = by_problem(record for record in records if not record.problem.dtype.is_float32)
+        alike = by_problem(record for record in RECORDS if not record.problem.dtype.is_float32)
         selection = select(problem, TARGET, Tables({}, alike), Specialization(), generated=True)
         if not is_untrusted(selection, problem):
             return None
@@ -210,26 +195,22 @@ def test_sdpa_serves_float32_until_a_kernel_was_timed(records: tuple[Record, ...
     assert peer(1, 65_536) is None, "SDPA does not split keys"
 
 
-def test_the_order_of_records_does_not_matter(records: tuple[Record, ...]) -> None:
+def test_the_order_of_records_does_not_matter() -> None:
     problem = square(64, 8, 3, 1500)
-    alike = tuned_alike(problem, records)
+    alike = tuned_alike(problem, RECORDS)
     assert expected_peers(problem, alike, TARGET) == expected_peers(problem, alike[::-1], TARGET)
 
 
 @pytest.mark.parametrize(("peer", "backend"), [(0.5, "sdpa"), (0.97, "generated"), (1.5, "generated")])
 @pytest.mark.filterwarnings("ignore::flashtune.core.notices.FlashtuneWarning")
-def test_untuned_shapes_are_served_by_estimated_times(
-    machine: Machine, problem: Problem, make_record: Make, peer: float, backend: str
-) -> None:
-    tuned(machine, make_record(problem, peers={CUDNN: peer}))
-    q, k, v = inputs(msgspec.structs.replace(problem, seqlen_q=700, seqlen_kv=700))
+def test_untuned_shapes_are_served_by_estimated_times(machine: Machine, peer: float, backend: str) -> None:
+    tuned(machine, make_record(PROBLEM, peers={CUDNN: peer}))
+    q, k, v = inputs(msgspec.structs.replace(PROBLEM, seqlen_q=700, seqlen_kv=700))
     told = flashtune.explain(q, k, v, causal=True)
     assert told.backend == backend
-    assert told.selection is not None
-    assert told.selection.forecast is not None
     if backend == "sdpa":
         assert told.reason == f"{CUDNN} is expected to be faster"
-        assert f"expected here: {told.selection.forecast.ms:.4g} ms, {CUDNN} " in str(told)
+        assert f"expected here: {present(present(told.selection).forecast).ms:.4g} ms, {CUDNN} " in str(told)
     flashtune.attention(q, k, v, causal=True)
     assert machine.launches == (backend == "generated")
 
@@ -237,12 +218,65 @@ def test_untuned_shapes_are_served_by_estimated_times(
 @pytest.mark.parametrize(("peer", "backend"), [(0.4, "sdpa"), (1.5, "generated")])
 @pytest.mark.filterwarnings("ignore::flashtune.core.notices.FlashtuneWarning")
 def test_both_passes_of_untuned_shapes_are_served_by_estimated_times(
-    machine: Machine, problem: Problem, make_record: Make, peer: float, backend: str
+    machine: Machine, peer: float, backend: str
 ) -> None:
     peers = {CUDNN: peer}
-    tuned(machine, make_record(problem, peers=peers), backward_record(make_record, problem, 1.0, peers))
-    q, k, v = inputs(msgspec.structs.replace(problem, seqlen_q=700, seqlen_kv=700))
+    tuned(machine, make_record(PROBLEM, peers=peers), backward_record(PROBLEM, 1.0, peers))
+    q, k, v = inputs(msgspec.structs.replace(PROBLEM, seqlen_q=700, seqlen_kv=700))
     told = flashtune.explain(q.requires_grad_(), k, v, causal=True)
-    assert told.backward is not None
-    assert (told.backend, told.backward.backend) == (backend, backend)
+    assert (told.backend, present(told.backward).backend) == (backend, backend)
     assert ("both passes together" in told.reason) == (backend == "sdpa")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "options", "leads"),
+    [
+        ("fp32", 64, "", False),
+        ("fp32", 128, ",causal", False),
+        ("fp32", 160, "", True),
+        ("fp32", 256, "", True),
+        ("fp32", 256, ",causal", False),
+        ("tf32", 64, "", True),
+        ("tf32", 64, ",causal", False),
+        ("tf32", 256, ",causal", True),
+    ],
+)
+def test_unfused_gradients_of_float32_lead_where_they_were_faster(
+    dtype: str, head_dim: int, options: str, leads: bool
+) -> None:
+    """Both passes of 2 x 16 heads at S=2048 and 4096 were timed on an H200."""
+    attention = testing.problem(f"heads=16,seqlen=4096,batch=2,dtype={dtype},head_dim={head_dim}{options}")
+    assert unfused_pair_leads(attention) == leads
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"head_dim": 256, "value_head_dim": 256, "heads": 8, "kv_heads": 4, "window_left": 1023},
+        {"heads": 32, "kv_heads": 8, "seqlen_q": 1, "seqlen_kv": 5000},
+        {"direction": "backward"},
+    ],
+    ids=["window", "decode", "backward"],
+)
+def test_unmeasured_configs_have_larger_margins(
+    changes: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other, plain = shape(batch=3, **changes), shape(batch=3)
+    estimates = {problem: forecast(problem, RECORDS, TARGET, anyone) for problem in (other, plain)}
+    monkeypatch.setattr(forecasts, "NEIGHBOUR_MARGIN", -0.9)
+    again = {problem: forecast(problem, RECORDS, TARGET, anyone) for problem in estimates}
+    assert again[other] == present(estimates[other])
+    assert again[plain] != estimates[plain]
+
+
+@pytest.mark.parametrize("causal", [Causal.NONE, Causal.BOTTOM_RIGHT])
+@pytest.mark.parametrize("masks", list(itertools.permutations((Causal.NONE, Causal.BOTTOM_RIGHT))), ids=str)
+def test_winners_of_equivalent_masks_are_considered(masks: tuple[Causal, ...], causal: Causal) -> None:
+    tuned = shape(heads=32, kv_heads=8, batch=4, seqlen_q=1, seqlen_kv=8192)
+    config = find_family(DECODING_FAMILY).default(tuned, TARGET)
+    won = msgspec.structs.replace(RECORDS[0], family=DECODING_FAMILY, config=config)
+    named = (msgspec.structs.replace(tuned, causal=mask) for mask in masks)
+    both = [msgspec.structs.replace(won, problem=problem) for problem in named]
+    asked = msgspec.structs.replace(tuned, seqlen_kv=9000, causal=causal)
+    estimate = present(forecast(asked, both, TARGET, anyone))
+    assert estimate[1].nearest.problem.causal is causal

@@ -1,9 +1,12 @@
 """Decisions for calls on an H200 whose shapes, masks or strides are not in its table."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from flashtune.core.target import Target
 from flashtune.dispatch.bound_request import BoundRequest
@@ -27,13 +30,7 @@ class OnH200(Platform):
         return True
 
     def sdpa_backend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        mask: torch.Tensor | None,
-        causal: bool,
-        shared: bool | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, shared: bool | None = None
     ) -> str | None:
         if q.dtype is not FP32:
             return CUDNN
@@ -53,7 +50,7 @@ def server(
 ) -> str:
     """Returns the backend of a call, or the family that serves. `shifted` tensors start 1 element later."""
 
-    def made(count: int, length: int) -> torch.Tensor:
+    def made(count: int, length: int) -> Tensor:
         shape = (batch, count, length, head_dim)
         size = batch * count * length * head_dim
         tensor = torch.empty(size + shifted, dtype=dtype)[int(shifted) :].view(shape)
@@ -66,110 +63,79 @@ def server(
     return selected.selection.record.family if selected.generated else str(selected.backend)
 
 
-def shared_bias(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+def shared_bias(q: Tensor, k: Tensor) -> Tensor:
     return torch.empty(1, q.shape[1], q.shape[2], k.shape[2], dtype=q.dtype)
 
 
-def bias(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+def bias(q: Tensor, k: Tensor) -> Tensor:
     return torch.empty(*q.shape[:3], k.shape[2], dtype=q.dtype)
 
 
-def padding(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+def padding(q: Tensor, k: Tensor) -> Tensor:
     return torch.empty(q.shape[0], 1, 1, k.shape[2], dtype=torch.bool)
 
 
-@pytest.mark.parametrize(
-    ("lengths", "expected"),
-    [((440, 440), "sdpa"), ((264, 24), "forward_masked")],
-    ids=["many keys", "one block of keys"],
-)
-def test_sdpa_with_copies_serves_biases_of_more_than_one_block(
-    lengths: tuple[int, int], expected: str
-) -> None:
-    backend = server(BF16, (2, 2), lengths, 16, batch=2, shifted=True, attn_bias=shared_bias)
-    assert backend == expected
+BIASED: dict[str, Any] = {"attn_bias": shared_bias}
+PADDED: dict[str, Any] = {"attn_mask": padding}
+TRAINED: dict[str, Any] = {"needs_grad": True, "causal": "top_left"}
+# Calls, and the backend or the family that serves each.
+CALLS: dict[str, tuple[Callable[[], str], str]] = {
+    # SDPA copies unaligned tensors, which takes time.
+    "copies": (partial(server, BF16, (64, 32), (123, 123), 128, batch=2, shifted=True), "forward_q_outer"),
+    # Biases of more than one block are served by SDPA all the same.
+    "copies, bias": (partial(server, BF16, (2, 2), (440, 440), 16, batch=2, shifted=True, **BIASED), "sdpa"),
+    "copies, bias of one block": (
+        partial(server, BF16, (2, 2), (264, 24), 16, batch=2, shifted=True, **BIASED),
+        "forward_masked",
+    ),
+    # Split keys serve masks of wide heads or of few queries.
+    "mask": (partial(server, BF16, (1, 1), (120, 1214), 32, batch=1, **PADDED), "sdpa"),
+    "bias": (partial(server, BF16, (32, 4), (21, 4661), 40, batch=4, **BIASED), "sdpa"),
+    "mask, d80": (partial(server, BF16, (1, 1), (1255, 1255), 80, batch=3, **PADDED), "decode_split_kv"),
+    "bias, d256": (partial(server, BF16, (2, 2), (159, 32728), 256, batch=2, **BIASED), "decode_split_kv"),
+    "bias, few queries": (
+        partial(server, BF16, (8, 1), (15, 347), 160, batch=2, **BIASED),
+        "decode_split_kv",
+    ),
+    # SDPA serves gradients that are not timed.
+    "gradient": (partial(server, BF16, (64, 64), (2, 681), 80, batch=5, needs_grad=True), "sdpa"),
+    "no gradient": (partial(server, BF16, (64, 64), (2, 681), 80, batch=5), "decode_split_kv"),
+    "causal gradient": (partial(server, BF16, (64, 64), (3, 1530), 160, batch=7, **TRAINED), "sdpa"),
+    "masked gradient of shared heads": (
+        partial(server, FP32, (4, 1), (33, 492), 40, batch=4, needs_grad=True, **PADDED),
+        "sdpa",
+    ),
+    # Kernels took 1.02 to 1.5 times as long as SDPA on an H200 or an H100. Heads are padded to 256 columns,
+    # of which SDPA computes 192, or no query sees most of the keys.
+    "padded heads": (partial(server, BF16, (4, 1), (1260, 1260), 160, batch=9, **TRAINED), "sdpa"),
+    "hidden keys": (partial(server, BF16, (2, 1), (1765, 4320), 160, batch=23, **TRAINED), "sdpa"),
+    "fp16 bias": (partial(server, FP16, (4, 4), (80, 80), 128, batch=12, **BIASED), "sdpa"),
+    "short": (partial(server, BF16, (1, 1), (20, 20), 96, batch=13, shifted=True, **TRAINED), "sdpa"),
+    # Unfused gradients of few scores replace slow kernels.
+    "few scores": (
+        partial(
+            server, BF16, (16, 2), (475, 25), 128, batch=2, needs_grad=True, shifted=True, attn_bias=bias
+        ),
+        "unfused",
+    ),
+    "fewer scores": (
+        partial(server, BF16, (4, 4), (25, 25), 128, batch=26, needs_grad=True, **BIASED),
+        "forward_masked",
+    ),
+    # Kernels serve float32 near timed shapes.
+    "float32, near": (partial(server, FP32, (16, 16), (3000, 3000), 128, batch=2), "forward_q_outer"),
+    "float32, short": (partial(server, FP32, (16, 16), (64, 64), 128, batch=2), "sdpa"),
+    "float32, far": (partial(server, FP32, (2, 2), (443, 443), 128, batch=3), "sdpa"),
+}
 
 
-def test_copies_count_for_sdpa() -> None:
-    assert server(BF16, (64, 32), (123, 123), 128, batch=2, shifted=True) == "forward_q_outer"
+@pytest.mark.parametrize("name", CALLS)
+def test_untuned_calls_are_served_by_the_fastest(name: str) -> None:
+    call, expected = CALLS[name]
+    assert call() == expected
 
 
-@pytest.mark.parametrize(
-    ("heads", "lengths", "head_dim", "batch", "options", "expected"),
-    [
-        ((1, 1), (120, 1214), 32, 1, {"attn_mask": padding}, "sdpa"),
-        ((32, 4), (21, 4661), 40, 4, {"attn_bias": shared_bias}, "sdpa"),
-        ((1, 1), (1255, 1255), 80, 3, {"attn_mask": padding}, "decode_split_kv"),
-        ((2, 2), (159, 32728), 256, 2, {"attn_bias": shared_bias}, "decode_split_kv"),
-        ((8, 1), (15, 347), 160, 2, {"attn_bias": shared_bias}, "decode_split_kv"),
-    ],
-)
-def test_split_keys_with_masks_serve_wide_heads_or_few_queries(
-    heads: tuple[int, int],
-    lengths: tuple[int, int],
-    head_dim: int,
-    batch: int,
-    options: dict[str, Any],
-    expected: str,
-) -> None:
-    assert server(BF16, heads, lengths, head_dim, batch=batch, **options) == expected
-
-
-def test_sdpa_serves_gradients_that_are_not_timed() -> None:
-    assert server(BF16, (64, 64), (2, 681), 80, batch=5, needs_grad=True) == "sdpa"
-    assert server(BF16, (64, 64), (2, 681), 80, batch=5) == "decode_split_kv"
-    for causal, by_sdpa in (("top_left", True), ("bottom_right", False)):
-        backend = server(BF16, (64, 64), (3, 1530), 160, batch=7, needs_grad=True, causal=causal)
-        # Bottom-right, SDPA needs a mask, with which its gradients may be NaN.
-        assert (backend == "sdpa") == by_sdpa
-
-
-def test_sdpa_serves_masked_gradients_of_shared_heads_in_float32() -> None:
-    backend = server(FP32, (4, 1), (33, 492), 40, batch=4, needs_grad=True, attn_mask=padding)
-    assert backend == "sdpa"
-
-
-@pytest.mark.parametrize(
-    ("dtype", "heads", "lengths", "head_dim", "batch", "options"),
-    [
-        # Padded to 256 columns, of which SDPA computes 192.
-        (BF16, (4, 1), (1260, 1260), 160, 9, {"needs_grad": True, "causal": "top_left"}),
-        # No query sees most of the keys.
-        (BF16, (2, 1), (1765, 4320), 160, 23, {"needs_grad": True, "causal": "top_left"}),
-        (FP16, (4, 4), (80, 80), 128, 12, {"attn_bias": shared_bias}),
-        (BF16, (1, 1), (20, 20), 96, 13, {"needs_grad": True, "causal": "top_left", "shifted": True}),
-    ],
-    ids=["padded heads", "hidden keys", "bias", "short"],
-)
-def test_sdpa_serves_uncertain_estimates(
-    dtype: torch.dtype,
-    heads: tuple[int, int],
-    lengths: tuple[int, int],
-    head_dim: int,
-    batch: int,
-    options: dict[str, Any],
-) -> None:
-    """Kernels took 1.02 to 1.5 times as long as SDPA on an H200 or an H100."""
-    assert server(dtype, heads, lengths, head_dim, batch=batch, **options) == "sdpa"
-
-
-def test_unfused_gradients_of_few_scores_replace_slow_kernels() -> None:
-    backend = server(BF16, (16, 2), (475, 25), 128, batch=2, needs_grad=True, shifted=True, attn_bias=bias)
-    assert backend == "unfused"
-    backend = server(BF16, (4, 4), (25, 25), 128, batch=26, needs_grad=True, attn_bias=shared_bias)
-    assert backend == "forward_masked"
-
-
-@pytest.mark.parametrize(
-    ("heads", "lengths", "batch", "expected"),
-    [
-        ((16, 16), (3000, 3000), 2, "forward_q_outer"),
-        ((16, 16), (64, 64), 2, "sdpa"),
-        ((2, 2), (443, 443), 3, "sdpa"),
-    ],
-    ids=["near a timed shape", "short", "far"],
-)
-def test_float32_kernels_serve_near_timed_shapes(
-    heads: tuple[int, int], lengths: tuple[int, int], batch: int, expected: str
-) -> None:
-    assert server(FP32, heads, lengths, 128, batch=batch) == expected
+def test_sdpa_does_not_serve_gradients_that_may_be_nan() -> None:
+    """Bottom-right, SDPA needs a mask, with which its gradients may be NaN."""
+    options: dict[str, Any] = {"needs_grad": True, "causal": "bottom_right"}
+    assert server(BF16, (64, 64), (3, 1530), 160, batch=7, **options) != "sdpa"

@@ -1,7 +1,6 @@
 """Tests of verification status: unverified kernels are checked before they serve."""
 
 import warnings
-from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -11,21 +10,17 @@ import flashtune
 from flashtune.core.errors import KernelError, VerificationError
 from flashtune.core.notices import FlashtuneWarning, search_command
 from flashtune.core.problem import Problem
-from flashtune.core.record import Record
 from flashtune.request.call import dense_call
 from flashtune.runtime.op_library import operands
 from flashtune.tuner.workloads.shapes import parse_shape
-from tests.support.machine import Machine, expected, inputs, tuned
+from tests.support.machine import PROBLEM, Machine, expected, inputs, tuned
+from tests.support.records import make_record
 
-Make = Callable[..., Record]
 
-
-def test_timed_kernel_serves_without_check_or_warning(
-    machine: Machine, problem: Problem, make_record: Make
-) -> None:
-    record = make_record(problem, peers={"sdpa-cudnn": 2.0})
+def test_timed_kernel_serves_without_check_or_warning(machine: Machine) -> None:
+    record = make_record(PROBLEM, peers={"sdpa-cudnn": 2.0})
     tuned(machine, record)
-    q, k, v = inputs(problem)
+    q, k, v = inputs(PROBLEM)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         out = flashtune.attention(q, k, v, causal=True)
@@ -37,15 +32,15 @@ def test_timed_kernel_serves_without_check_or_warning(
     assert machine.steps == ["compile"]
 
 
-def test_preload_runs_while_an_unverified_kernel_compiles(machine: Machine, problem: Problem) -> None:
-    q, k, v = inputs(problem)
+def test_preload_runs_while_an_unverified_kernel_compiles(machine: Machine) -> None:
+    q, k, v = inputs(PROBLEM)
     with pytest.warns(FlashtuneWarning):
         flashtune.attention(q, k, v, causal=True)
     assert machine.steps == ["preload", "compile", "end", "check"]
 
 
-def test_untuned_shapes_warn_once_with_the_search_command(machine: Machine, problem: Problem) -> None:
-    q, k, v = inputs(problem)
+def test_untuned_shapes_warn_once_with_the_search_command(machine: Machine) -> None:
+    q, k, v = inputs(PROBLEM)
     with pytest.warns(FlashtuneWarning) as told:
         flashtune.attention(q, k, v, causal=True)
     shape = "heads=8,kv_heads=2,seqlen=512,head_dim=64,dtype=bf16,causal,batch=2"
@@ -56,17 +51,17 @@ def test_untuned_shapes_warn_once_with_the_search_command(machine: Machine, prob
     assert len(machine.checked) == 2
 
 
-def test_search_command_round_trips_the_problem(problem: Problem) -> None:
+def test_search_command_round_trips_the_problem() -> None:
     for changes in ({}, {"causal": "top_left"}, {"causal": "none", "seqlen_kv": 700}, {"value_head_dim": 32}):
-        fields = msgspec.to_builtins(problem) | changes
+        fields = msgspec.to_builtins(PROBLEM) | changes
         posed = msgspec.convert(fields, Problem)
         shape = search_command(posed).split('"')[1]
         assert parse_shape(shape) == (posed,)
 
 
-def test_a_wrong_kernel_never_serves(machine: Machine, problem: Problem) -> None:
+def test_a_wrong_kernel_never_serves(machine: Machine) -> None:
     machine.right = False
-    q, k, v = inputs(problem)
+    q, k, v = inputs(PROBLEM)
     with pytest.warns(FlashtuneWarning, match="failed its self-check on nvidia-h200, so torch's SDPA serves"):
         out = flashtune.attention(q, k, v, causal=True)
     torch.testing.assert_close(out, expected(q, k, v), atol=2e-2, rtol=2e-2)
@@ -77,9 +72,9 @@ def test_a_wrong_kernel_never_serves(machine: Machine, problem: Problem) -> None
     assert machine.launches == 0
 
 
-def test_failure_is_warned_once_per_process(machine: Machine, problem: Problem) -> None:
+def test_failure_is_warned_once_per_process(machine: Machine) -> None:
     machine.right = False
-    q, k, v = inputs(problem)
+    q, k, v = inputs(PROBLEM)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         outs = [flashtune.attention(q[:, :, :length], k, v, causal=True) for length in (512, 500, 300)]
@@ -91,8 +86,8 @@ def test_failure_is_warned_once_per_process(machine: Machine, problem: Problem) 
     assert "self-check" in ours[0]
 
 
-def test_nothing_is_checked_during_a_capture(machine: Machine, problem: Problem) -> None:
-    q, k, v = inputs(problem)
+def test_nothing_is_checked_during_a_capture(machine: Machine) -> None:
+    q, k, v = inputs(PROBLEM)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         planned = flashtune.plan(q, k, v, causal=True)
@@ -111,18 +106,18 @@ def test_nothing_is_checked_during_a_capture(machine: Machine, problem: Problem)
 
 @pytest.mark.filterwarnings("ignore::flashtune.FlashtuneWarning")
 def test_calls_with_other_addresses_are_known_during_a_capture(
-    machine: Machine, problem: Problem, monkeypatch: pytest.MonkeyPatch
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Compilers copy tensors before they capture a graph."""
-    aligned = inputs(problem)
+    aligned = inputs(PROBLEM)
     shifted = [
         torch.empty(tensor.numel() + 1, dtype=tensor.dtype)[1:].view(tensor.shape) for tensor in aligned
     ]
     for operand, other in zip(shifted, aligned, strict=True):
         operand.copy_(other)
         assert operand.data_ptr() % 16
-    bias = torch.zeros(1, 1, problem.seqlen_q, problem.seqlen_kv + 8, dtype=aligned[0].dtype)
-    odd, even = bias[..., 1 : problem.seqlen_kv + 1], bias[..., 8:]
+    bias = torch.zeros(1, 1, PROBLEM.seqlen_q, PROBLEM.seqlen_kv + 8, dtype=aligned[0].dtype)
+    odd, even = bias[..., 1 : PROBLEM.seqlen_kv + 1], bias[..., 8:]
     assert odd.stride() == even.stride()
 
     flashtune.attention(*shifted, causal=True)
@@ -145,9 +140,9 @@ def test_calls_with_other_addresses_are_known_during_a_capture(
 
 
 @pytest.mark.filterwarnings("ignore::flashtune.FlashtuneWarning")
-def test_gradients_of_other_addresses_are_known_during_a_capture(machine: Machine, problem: Problem) -> None:
+def test_gradients_of_other_addresses_are_known_during_a_capture(machine: Machine) -> None:
     """Also at the operator of the backward pass, which compiled programs call."""
-    aligned = inputs(problem)
+    aligned = inputs(PROBLEM)
     shifted = [
         torch.empty(tensor.numel() + 1, dtype=tensor.dtype)[1:].view(tensor.shape) for tensor in aligned
     ]
@@ -168,35 +163,20 @@ def test_gradients_of_other_addresses_are_known_during_a_capture(machine: Machin
 
 
 @pytest.mark.filterwarnings("ignore::flashtune.FlashtuneWarning")
-def test_calls_of_other_lengths_share_a_rendered_kernel(machine: Machine, problem: Problem) -> None:
-    q, k, v = inputs(problem)
-    for length in (problem.seqlen_q, problem.seqlen_q - 1):
+def test_calls_of_other_lengths_share_a_rendered_kernel(machine: Machine) -> None:
+    q, k, v = inputs(PROBLEM)
+    for length in (PROBLEM.seqlen_q, PROBLEM.seqlen_q - 1):
         flashtune.attention(q[:, :, :length], k, v, causal=True, prefer="generated")
     first, second = machine.kernels
     assert first is second
 
 
-def test_kernel_that_does_not_compile_is_replaced(
-    machine: Machine, problem: Problem, make_record: Make
-) -> None:
-    tuned(machine, make_record(problem))
+def test_kernel_that_does_not_compile_is_replaced(machine: Machine) -> None:
+    tuned(machine, make_record(PROBLEM))
     machine.compiles = False
-    q, k, v = inputs(problem)
+    q, k, v = inputs(PROBLEM)
     with pytest.warns(FlashtuneWarning, match=r"out of registers, so torch's SDPA serves: run flash"):
         out = flashtune.attention(q, k, v, causal=True)
     torch.testing.assert_close(out, expected(q, k, v), atol=2e-2, rtol=2e-2)
     with pytest.raises(KernelError, match="out of registers"):
         flashtune.attention(q, k[:, :, :511], v[:, :, :511], causal=True, prefer="generated")
-
-
-def test_nothing_new_is_prepared_during_a_capture(
-    machine: Machine, problem: Problem, make_record: Make
-) -> None:
-    tuned(machine, make_record(problem))
-    q, k, v = inputs(problem)
-    planned = flashtune.plan(q, k, v, causal=True)
-    machine.capturing = True
-    planned(q, k, v)
-    flashtune.attention(q, k, v, causal=True)
-    with pytest.raises(KernelError, match="being captured"):
-        flashtune.attention(q, k, v, causal=False)

@@ -1,32 +1,41 @@
-"""Tests of the process that renders and compiles kernels for the worker thread."""
+"""Tests of the process that compiles kernels for the worker thread, and of the cache of binaries."""
 
+import gc
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
+import torch
+from torch import Tensor
 
 from flashtune.core.errors import KernelError
 from flashtune.core.kernel import Kernel, Specialization
-from flashtune.core.problem import Problem
 from flashtune.core.record import Record
 from flashtune.core.target import Target, find_target
 from flashtune.launch import compiler_process
+from flashtune.launch.binding import Binary
 from flashtune.launch.compilation import is_compiled
 from flashtune.launch.compiler_process import CompilerProcess
-from flashtune.launch.kernel_cache import kernel_of
+from flashtune.launch.kernel_cache import Binaries, kernel_of
 from flashtune.runtime.kernel_loader import KernelLoader
+from flashtune.templates.rendering import render
+from tests.problems.hopper import FAMILY, PLAIN, a_config, a_problem
+from tests.support.machine import PROBLEM
+from tests.support.records import make_record
 
 TARGET = find_target("h200")
 NEEDED = Specialization(lse=True)
 
 
 @pytest.fixture
-def record(problem: Problem, make_record: Callable[..., Record]) -> Record:
-    return make_record(problem)
+def record() -> Record:
+    return make_record(PROBLEM)
 
 
 @pytest.fixture
@@ -90,16 +99,9 @@ def test_failures_are_left_to_the_caller(
     assert compiler.prepared(other, NEEDED, TARGET) is None
     assert compiler._process is None, "the process ended, because the config is another family's"
 
-    def fails() -> None:
-        raise OSError("no such file")
-
-    monkeypatch.setattr(compiler_process, "_started", fails)
-    assert compiler.prepared(record, NEEDED, TARGET) is None
-
-
-def test_a_frozen_program_starts_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Its executable is the program.
+    # The executable of a frozen program is the program, and no process is started.
     monkeypatch.setattr("sys.frozen", True, raising=False)
+    assert compiler.prepared(record, NEEDED, TARGET) is None
     with pytest.raises(OSError, match="no Python interpreter"):
         compiler_process._started()
 
@@ -128,3 +130,87 @@ def test_a_kernel_that_does_not_compile_is_not_in_the_cache(record: Record) -> N
     kernel: Kernel = kernel_of(record, NEEDED)
     invalid = msgspec.structs.replace(kernel, source=kernel.source.replace("tl.dot(", "tl.missing("))
     assert not is_compiled(invalid, TARGET)
+
+
+H200 = find_target("h200")
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def kernel() -> Kernel:
+    problem = a_problem(64)
+    return render(FAMILY, problem, a_config(problem), PLAIN)
+
+
+def test_failed_compilation_is_cached(kernel: Kernel) -> None:
+    asked: list[Kernel] = []
+
+    def refuse(kernel: Kernel, target: Target) -> Binary:
+        asked.append(kernel)
+        raise KernelError("PTXASError: out of registers")
+
+    binaries = Binaries(refuse)
+    for _ in range(3):
+        with pytest.raises(KernelError, match="out of registers"):
+            binaries.of(kernel, H200, CPU)
+    assert len(asked) == 1
+
+
+def test_every_part_is_loaded_once(kernel: Kernel) -> None:
+    made: Any = {"main": "kernel", "combine": "epilogue"}
+    loaded: list[tuple[object, torch.device]] = []
+    binaries = Binaries(lambda *_: made, lambda *part: loaded.append(part))
+    for _ in range(2):
+        assert binaries.of(kernel, H200, CPU) is made
+    assert loaded == [("kernel", CPU), ("epilogue", CPU)]
+
+
+def test_failed_load_is_cached(kernel: Kernel) -> None:
+    asked: list[object] = []
+
+    def refuse(part: object, device: torch.device) -> None:
+        asked.append(part)
+        raise KernelError("out of resource: shared memory")
+
+    made: Any = {"main": "kernel"}
+    binaries = Binaries(lambda *_: made, refuse)
+    for _ in range(3):
+        with pytest.raises(KernelError, match="shared memory"):
+            binaries.of(kernel, H200, CPU)
+    assert asked == ["kernel"]
+
+
+def test_cached_error_keeps_no_tensors_of_callers(kernel: Kernel) -> None:
+    def refuse(kernel: Kernel, target: Target) -> Binary:
+        raise KernelError("PTXASError: out of registers")
+
+    binaries = Binaries(refuse)
+
+    def call(q: Tensor) -> None:
+        with pytest.raises(KernelError):
+            binaries.of(kernel, H200, q.device)
+
+    for _ in range(2):
+        q = torch.zeros(1)
+        alive = weakref.ref(q)
+        call(q)
+        del q
+        gc.collect()
+        assert alive() is None
+
+
+def test_other_errors_are_not_cached(kernel: Kernel) -> None:
+    made: Any = {"main": object()}
+    answers: list[Binary | Exception] = [OSError("disk full"), made]
+
+    def compile_binary(kernel: Kernel, target: Target) -> Binary:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    binaries = Binaries(compile_binary, lambda *_: None)
+    with pytest.raises(OSError, match="disk full"):
+        binaries.of(kernel, H200, CPU)
+    assert binaries.of(kernel, H200, CPU) is made
+    assert binaries.of(kernel, H200, CPU) is made

@@ -6,7 +6,7 @@ import os
 import py_compile
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -14,17 +14,17 @@ import pytest
 import torch
 
 from flashtune.core.kernel import Alignment, Specialization
-from flashtune.core.problem import Problem
 from flashtune.core.record import Record
 from flashtune.core.target import find_target
 from flashtune.db.codec import encode_record
 from flashtune.launch import compilation
 from flashtune.launch.compilation import kernel_folder, load_module
 from flashtune.launch.kernel_cache import kernel_of
+from tests.support.machine import PROBLEM
+from tests.support.records import make_record
 
 TARGET = find_target("h200")
 DEVICE = torch.device("cuda", 0)
-Make = Callable[..., Record]
 
 
 @pytest.fixture(autouse=True)
@@ -48,10 +48,8 @@ def copy_of(record: Record) -> Path:
 
 
 @pytest.mark.slow
-def test_verified_cached_source_needs_no_template_engine(
-    problem: Problem, make_record: Make, tmp_path: Path
-) -> None:
-    record = make_record(problem)
+def test_verified_cached_source_needs_no_template_engine(tmp_path: Path) -> None:
+    record = make_record(PROBLEM)
     kernel = kernel_of(record, record.specialization)
     assert kernel.digest == record.kernel
     load_module(kernel)
@@ -71,8 +69,8 @@ def test_verified_cached_source_needs_no_template_engine(
 
 
 @pytest.mark.parametrize("content", ["raise SystemExit('tampered')\n", "", "\udcff"])
-def test_modified_cached_source_is_rendered_again(problem: Problem, make_record: Make, content: str) -> None:
-    record = make_record(problem)
+def test_modified_cached_source_is_rendered_again(content: str) -> None:
+    record = make_record(PROBLEM)
     path = copy_of(record)
     path.write_bytes(content.encode(errors="surrogateescape"))
     kernel = kernel_of(record, record.specialization)
@@ -98,10 +96,8 @@ def theirs(path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("kind", ["owner", "link", "pipe", "device", "664", "646"])
-def test_file_that_others_may_have_written_is_not_used(
-    problem: Problem, make_record: Make, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
-    record = make_record(problem)
+def test_file_that_others_may_have_written_is_not_used(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    record = make_record(PROBLEM)
     mine = kernel_of(record, record.specialization)
     path = copy_of(record)
     path.touch(0o644)
@@ -114,18 +110,16 @@ def test_file_that_others_may_have_written_is_not_used(
 
 
 @pytest.mark.parametrize("character", "\v\x1c\x85\u2028")
-def test_compiler_reads_the_lines_that_python_executes(
-    problem: Problem, make_record: Make, character: str
-) -> None:
-    kernel = kernel_of(make_record(problem), Specialization())
+def test_compiler_reads_the_lines_that_python_executes(character: str) -> None:
+    kernel = kernel_of(make_record(PROBLEM), Specialization())
     other = msgspec.structs.replace(kernel, source=kernel.source.replace("#", f"#{character}", 1))
     assert other.digest != kernel.digest
     functions = [getattr(load_module(rendered), kernel.entry) for rendered in (kernel, other)]
     assert functions[0].src == functions[1].src
 
 
-def test_bytecode_next_to_cached_source_is_not_run(problem: Problem, make_record: Make) -> None:
-    record = make_record(problem)
+def test_bytecode_next_to_cached_source_is_not_run() -> None:
+    record = make_record(PROBLEM)
     kernel = kernel_of(record, record.specialization)
     path = copy_of(record)
     # Of the size and the time that Python's loader would compare.
@@ -137,10 +131,8 @@ def test_bytecode_next_to_cached_source_is_not_run(problem: Problem, make_record
     assert load_module(kernel).launch_plan
 
 
-def test_source_replaced_by_another_installation_is_not_read(
-    problem: Problem, make_record: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    record = make_record(problem)
+def test_source_replaced_by_another_installation_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = make_record(PROBLEM)
     mine = kernel_of(record, record.specialization)
     head, body = mine.source.rsplit(":\n    ", 1)
     theirs = msgspec.structs.replace(mine, source=f"{head}:  # a comment of another version\n    {body}")
@@ -154,8 +146,8 @@ def test_source_replaced_by_another_installation_is_not_read(
     assert inspect.getsource(load_module(mine)) == mine.source
 
 
-def test_other_specialisation_or_template_is_rendered(problem: Problem, make_record: Make) -> None:
-    record = make_record(problem)
+def test_other_specialisation_or_template_is_rendered() -> None:
+    record = make_record(PROBLEM)
     load_module(kernel_of(record, record.specialization))
     unaligned = kernel_of(record, Specialization(Alignment.ANY))
     assert unaligned.digest != record.kernel

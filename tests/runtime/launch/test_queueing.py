@@ -18,6 +18,7 @@ from flashtune.launch.launch import Stage, launch_of
 from flashtune.launch.launcher import direct_launch, queue_of
 from tests.emulator.tensor_maps import NOTES, Driver
 from tests.runtime.conftest import Devices
+from tests.support.fakes import install
 
 pytestmark = pytest.mark.tritons
 
@@ -38,12 +39,23 @@ SAID = {
 }
 
 
+class Launching:
+    """A launch whose arguments are numbers and not tensors, on the stream of a driver."""
+
+    def __init__(self, driver: Driver) -> None:
+        self.driver = driver
+
+    def address_of(self, value: int) -> int:
+        return value
+
+    def current_stream(self, device: int) -> int:
+        return self.driver.get_current_stream(device)
+
+
 @pytest.fixture(autouse=True)
 def device(gpu: Driver, devices: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
     devices.current = 3
-    # Arguments are numbers here, not tensors.
-    monkeypatch.setattr(launch, "address_of", lambda value: value)
-    monkeypatch.setattr(launch, "current_stream", gpu.get_current_stream)
+    install(monkeypatch, Launching(gpu), launch)
 
 
 def a_launcher(passed: list[Any], described: bool = False, **said: Any) -> Any:

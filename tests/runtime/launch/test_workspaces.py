@@ -1,17 +1,27 @@
-"""Tests of allocation: outputs, and memory for all workspaces of a launch."""
+"""Tests of allocation: outputs, their device, and memory for all workspaces of a launch."""
 
 import contextlib
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
 
+from flashtune.dispatch.platform import Platform
 from flashtune.launch import workspaces
-from flashtune.launch.workspaces import BORDER, MIN_KEPT_BYTES, Workspaces, allocator
-from tests.runtime.conftest import Pool
+from flashtune.launch.binding import bind
+from flashtune.launch.workspaces import BORDER, MIN_KEPT_BYTES, Workspaces, allocator, kept_memory
+from flashtune.request.call import dense_call
+from flashtune.request.read_call import read_call
+from flashtune.request.request import Request
+from flashtune.runtime import executors
+from flashtune.runtime.backward_executors import Bound, BoundBackward
+from flashtune.runtime.gradients import BackwardInputs
+from tests.runtime.conftest import Devices, Pool
 
 CPU = torch.device("cpu")
 
@@ -54,7 +64,8 @@ def test_workspaces_are_disjoint_and_aligned(pool: Pool) -> None:
 
 
 def test_returned_memory_serves_later_launches_of_its_stream(pool: Pool) -> None:
-    planned, other = Workspaces(SHAPES, CPU), Workspaces({"one": (1,)}, CPU)
+    kept = kept_memory()
+    planned, other = Workspaces(SHAPES, CPU, kept=kept), Workspaces({"one": (1,)}, CPU, kept=kept)
     addresses, held, give_back = planned.take(7)
     give_back(held)
     assert planned.take(7)[0] == addresses
@@ -75,7 +86,8 @@ def test_launches_that_overlap_have_memory_of_their_own(pool: Pool) -> None:
 
 
 def test_memory_grows(pool: Pool) -> None:
-    small, large = Workspaces({"one": (1,)}, CPU), Workspaces(SHAPES, CPU)
+    kept = kept_memory()
+    small, large = Workspaces({"one": (1,)}, CPU, kept=kept), Workspaces(SHAPES, CPU, kept=kept)
     for planned in (small, large, small):
         _, held, give_back = planned.take(0)
         give_back(held)
@@ -124,3 +136,39 @@ def test_custom_allocator_is_called_for_each_workspace(pool: Pool) -> None:
     assert [tuple(tensor.shape) for tensor in kept] == [(2, 3), (4,)]
     assert addresses == [tensor.data_ptr() for tensor in kept]
     assert pool.made == []
+
+
+GPU = torch.device("cuda", 3)
+
+
+@pytest.fixture
+def request_on_gpu() -> Request:
+    q = torch.zeros(1, 2, 16, 64, dtype=torch.bfloat16, requires_grad=True)
+    return msgspec.structs.replace(read_call(dense_call(q, q, q)), device=GPU)
+
+
+@pytest.mark.parametrize("current", [0, 3])
+def test_output_is_on_the_device_of_q(
+    devices: Devices, request_on_gpu: Request, current: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(executors, "allocator", lambda like, device: lambda: devices.current)
+    devices.current = current
+    q: Any = SimpleNamespace(device=GPU, dtype=torch.bfloat16)
+    executor = executors.launcher(lambda *_: None, request_on_gpu, q)
+    assert executor(q, q, q, None) == 3
+    assert devices.current == current
+
+
+@pytest.mark.parametrize("current", [0, 3])
+def test_gradients_are_on_the_devices_of_their_inputs(
+    devices: Devices, request_on_gpu: Request, current: int
+) -> None:
+    devices.current = current
+    q, out = torch.zeros(1, 2, 16, 64), torch.zeros(1, 2, 16, 64)
+    on_current_device = torch.ones(1, 2, 16, 64)
+    choice = SimpleNamespace(kernel=SimpleNamespace(writes=lambda _: False))
+    backward = BoundBackward(choice, request_on_gpu, Platform(), bind)  # type: ignore[arg-type]
+    bound = Bound(lambda *_: None, *(lambda: on_current_device,) * 3)
+    backward._launches[(q.stride(),) * 5] = bound
+    gradients = backward.plainly(BackwardInputs(q, q, q, out, torch.zeros(1, 2, 16), out, None, None))
+    assert [gradient is on_current_device for gradient in gradients[:3]] == [current == 3] * 3

@@ -15,7 +15,7 @@ import flashtune
 from flashtune.core.arguments import read_count, shown
 from flashtune.core.errors import ProblemError, UsageError
 from flashtune.runtime.session import SESSION
-from tests.problems.features import KEYS, QUERIES, paged, starts
+from tests.runtime.request.arguments import paged_arguments, varlen_arguments
 
 HUGE = 10**5000
 TOO_LARGE = 2**31 - 1, 256, 1, 1024
@@ -38,16 +38,11 @@ def explained(**changes: Any) -> object:
 
 
 def varlen(**changes: Any) -> object:
-    q, k = torch.randn(sum(QUERIES), 4, 32).double(), torch.randn(sum(KEYS), 2, 32).double()
-    arguments = {"q": q, "k": k, "v": k, "cu_seqlens_q": starts(QUERIES), "cu_seqlens_k": starts(KEYS)}
-    return flashtune.attention_varlen(**arguments | {"max_seqlen_q": 16, "max_seqlen_k": 40} | changes)
+    return flashtune.attention_varlen(**varlen_arguments(**changes))
 
 
 def pages(**changes: Any) -> object:
-    k, v, table, lengths = paged()
-    arguments = {"k_cache": k.double(), "v_cache": v.double(), "block_table": table, "kv_lengths": lengths}
-    q = torch.randn(len(KEYS), 4, 32, dtype=torch.float64)
-    return flashtune.attention_paged(**{"q": q} | arguments | changes)
+    return flashtune.attention_paged(**paged_arguments(**changes))
 
 
 def masked(**changes: Any) -> object:
@@ -157,14 +152,6 @@ def test_numbers_are_refused_as_flags_in_first_and_later_calls(
         call(**{name: right})
 
 
-def test_scales_of_unsupported_types_are_refused_after_valid_calls() -> None:
-    wide = torch.zeros(1, 2, 8, 32, dtype=torch.float8_e4m3fn)
-    for _ in range(2):
-        with pytest.raises(ProblemError, match="k_scale is a float: pass a torch tensor"):
-            flashtune.attention(wide, wide, wide, k_scale=1.0)  # type: ignore[call-overload]
-        SESSION.forget()
-
-
 def test_numpy_integers_are_accepted() -> None:
     assert read_count("count", np.int64(3), "a number") == 3
     assert type(read_count("count", np.int64(3), "a number")) is int
@@ -197,9 +184,15 @@ def test_messages_are_short_and_call_no_methods_of_values() -> None:
     ("step", "sentence"),
     [
         (lambda cache, seq: cache.truncate(seq, "1"), "length cannot be '1': pass how many of the 3 tokens"),
+        (lambda cache, seq: cache.truncate(seq, 4), "length cannot be 4: pass how many of the 3 tokens"),
+        (lambda cache, seq: cache.extend(seq, -1), "a count of tokens cannot be -1"),
         (lambda cache, seq: cache.extend(seq, 2.0), "tokens cannot be 2.0: pass a list of numbers"),
         (lambda cache, seq: cache.extend([seq], [HUGE]), "a count of tokens cannot be an integer"),
         (lambda cache, seq: cache.extend([[seq]], 1), "a sequence cannot be a list: pass its number"),
+        (lambda cache, seq: cache.extend([seq, seq], [1, 1]), "a sequence is named twice: pass one count"),
+        (lambda cache, seq: cache.extend([seq], [1, 2]), "1 sequences and 2 counts of tokens: pass one for"),
+        (lambda cache, seq: cache.slots(seq, 4), "has 3 tokens and not 4: extend it first"),
+        (lambda cache, seq: cache.fork(7), "sequence 7 is not in this cache"),
         (lambda cache, seq: cache.lengths(seq), "sequences cannot be 0: pass a list of numbers"),
         (lambda cache, seq: cache.block_table([seq], out=3), "out is a int: pass a torch tensor"),
         (lambda cache, seq: cache.layer("0"), "there is no layer '0': the cache has 1"),

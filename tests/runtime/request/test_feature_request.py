@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import flashtune
 from flashtune.core.errors import ProblemError
 from flashtune.core.layouts import Layout
 from flashtune.core.problem import Bias, Causal, KvDtype, KvScale
@@ -162,9 +161,3 @@ WRONG: list[tuple[Callable[[], object], str]] = [
 def test_invalid_requests_are_refused(call: Callable[[], object], sentence: str) -> None:
     with pytest.raises(ProblemError, match=sentence):
         call()
-
-
-def test_without_a_gpu_or_the_interpreter() -> None:
-    q = torch.zeros(1, 2, 8, 32)
-    with pytest.raises(ProblemError, match="the tensors are on cpu"):
-        flashtune.attention(q, q, q, window=(3, 0))

@@ -153,8 +153,3 @@ def test_removed_lock_file_does_not_block(tmp_path: Path) -> None:
             pass
     thread.join()
     assert entered.is_set()
-
-
-def test_unwritable_folder_raises_os_error(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError), alone_with(tmp_path / "none" / "lock", 0.1):
-        pass

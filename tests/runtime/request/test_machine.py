@@ -17,10 +17,8 @@ from flashtune.core import machine
 from flashtune.core.errors import KernelError, MachineError
 from flashtune.core.machine import (
     address_space_fault,
-    folder_fault,
     machine_errors,
     machine_fault,
-    signal_fault,
     tool_failed,
     written_folder_fault,
 )
@@ -124,32 +122,11 @@ def test_failed_program_is_found_as_cause_of_a_compiler_error() -> None:
     assert not tool_failed(KernelError("it does not compile"))
 
 
-def test_crash_signals_are_not_external_signals() -> None:
-    assert signal_fault(signal.SIGSEGV, "a process") is None
-    assert signal_fault(signal.SIGABRT, "a process") is None
-    assert signal_fault(signal.SIGKILL, "a process") is not None
-    assert signal_fault(signal.SIGTERM, "a process") is not None
-
-
 def test_context_manager_converts_only_machine_errors() -> None:
     with pytest.raises(MachineError, match="memory ran out"), machine_errors():
         raise MemoryError
     with pytest.raises(ValueError, match="else"), machine_errors():
         raise ValueError("else")
-
-
-def test_writable_folder_has_no_fault(tmp_path: Path) -> None:
-    assert folder_fault("the cache", lambda: tmp_path / "new", "X") is None
-    assert list((tmp_path / "new").iterdir()) == []
-
-
-def test_disk_with_little_space_is_reported_as_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "MIN_FREE_BYTES", 1 << 62)
-    fault = folder_fault("the cache", lambda: tmp_path, "X")
-    assert (
-        fault
-        == f"the cache {tmp_path} cannot be written (No space left on device): free some space, or set X"
-    )
 
 
 def test_missing_home_folder_error_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:

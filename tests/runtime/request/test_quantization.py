@@ -11,17 +11,16 @@ import flashtune
 from flashtune.core.errors import ProblemError
 from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.problem import Dtype
-from flashtune.dispatch.bound_request import BoundRequest
 from flashtune.launch.launch import MIN_SCALE, launch_of
 from flashtune.launch.tensors import ForwardTensors
 from flashtune.launch.workspaces import Workspaces, allocate_workspace
 from flashtune.request.call import dense_call
 from flashtune.request.quantization import negated, quantize
 from flashtune.request.read_call import read_call
-from flashtune.request.request import Executor, Prefer
-from flashtune.runtime import executors, session
+from flashtune.request.request import Prefer
 from flashtune.runtime.call_key import call_key
 from tests.emulator.tensor_maps import Noted, queued
+from tests.support.machine import Machine
 
 BATCH, HEADS, KV_HEADS, ROWS, WIDTH = 2, 4, 2, 16, 32
 E4M3 = torch.float8_e4m3fn
@@ -108,12 +107,6 @@ def test_mismatched_scales_are_refused(tensors: Triple, scales: ExtraInputs, mes
         read_call(dense_call(*tensors)._replace(side=scales))
 
 
-def test_scales_of_other_inputs_are_refused() -> None:
-    q, k = normal(HEADS).half(), normal(KV_HEADS).half()
-    with pytest.raises(ProblemError, match=r"v_scale is given and v is torch.float16: .* leave it out"):
-        flashtune.attention(q, k, k, v_scale=scale_of(KV_HEADS))
-
-
 def test_quantized_inputs_need_a_gpu_and_no_gradient(tensors: Triple) -> None:
     q, k, v = tensors
     for call in (flashtune.attention, flashtune.plan, flashtune.explain):
@@ -143,8 +136,8 @@ BackwardCase = dict[str, Any]
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> list[BackwardCase]:
-    """A server of every request, whose launches note what they are given."""
+def launches(machine: Machine) -> list[BackwardCase]:
+    """Launches, which note what they are given."""
     calls: list[BackwardCase] = []
 
     def launch(
@@ -156,10 +149,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[BackwardCase]:
         calls.append({"q": q, "out": out, "lse": lse, "scale": scale, "scales": side})
         out.zero_()
 
-    def prepare(bound: BoundRequest, loader: object) -> Executor:
-        return executors.launcher(launch, bound.request, bound.tensors[0])
-
-    monkeypatch.setattr(session, "prepare", prepare)
+    machine.launch = lambda *_, **__: launch
     return calls
 
 
@@ -239,16 +229,3 @@ def test_prologue_writes_the_workspace_of_the_kernel(tensors: Triple, no_device:
     assert prologue.values == [(*addresses(v, kept[0]),)]
     factors = addresses(ones, k_scale, ones)
     assert kernel.values == [(*addresses(q, k, v, out, out), *factors, kept[0].data_ptr(), MIN_SCALE)]
-
-
-def test_other_kernels_receive_no_scales(tensors: Triple, no_device: None) -> None:
-    q, k, v = tensors
-    out, lse = torch.empty(BATCH, HEADS, ROWS, WIDTH), torch.empty(BATCH, HEADS, ROWS)
-    kernel, kept = Noted(), list[Tensor]()
-    scratch = Workspaces({"one": (8,), "other": (4, 4)}, CPU, remembering(kept))
-    fields = ForwardTensors._fields
-    launch_of(queued((kernel, "q k v out lse scale")), fields, CPU)((q, k, v, out, lse), 0.5)
-    stages = queued((kernel, "q k v out lse one other scale"))
-    launch_of(stages, fields, CPU, scratch)((q, k, v, out, lse), 0.5)
-    pointers = addresses(q, k, v, out, lse)
-    assert kernel.values == [(*pointers, 0.5), (*pointers, *addresses(*kept), 0.5)]

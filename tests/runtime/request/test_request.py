@@ -1,16 +1,26 @@
-"""Tests that invalid input is refused in one sentence with the tensor and the remedy."""
+"""Tests of requests: their problems, canonical forms and precision, and refusals."""
 
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import hypothesis
+import hypothesis.strategies as st
+import msgspec
 import pytest
 import torch
 
 import flashtune
+from flashtune import testing
+from flashtune.core.canonical import normal_form
 from flashtune.core.errors import ProblemError
-from flashtune.core.problem import Causal, Dtype
+from flashtune.core.problem import Causal, Dtype, Problem
 from flashtune.request.arguments import read_causal
 from flashtune.request.call import dense_call, varlen_call
 from flashtune.request.read_call import read_call
+from flashtune.runtime.call_key import call_key
+from tests.problems.fuzzed_calls import check_fuzzed_calls
+from tests.problems.plain_masks import visible
 
 
 def tensors(
@@ -160,3 +170,103 @@ def test_cpu_tensors_need_the_interpreter() -> None:
         flashtune.plan(*tensors())
     with pytest.raises(ProblemError, match="TRITON_INTERPRET=1"):
         flashtune.explain(*tensors())
+
+
+PROBLEM = testing.problem("heads=1,kv_heads=1,seqlen=8,head_dim=64,dtype=bf16")
+
+
+MASKED = st.builds(
+    functools.partial(msgspec.structs.replace, PROBLEM),
+    seqlen_q=st.integers(0, 9),
+    seqlen_kv=st.integers(0, 9),
+    causal=st.sampled_from(Causal),
+    window_left=st.none() | st.integers(0, 10),
+    window_right=st.none() | st.integers(0, 10),
+    sink_tokens=st.integers(0, 3),
+    chunk=st.integers(0, 10),
+    packed=st.sampled_from([0, 8]),
+)
+
+
+@pytest.mark.slow
+@hypothesis.settings(max_examples=400)
+@hypothesis.given(problem=MASKED, prefix=st.integers(0, 3))
+def test_canonical_problem_has_the_same_visible_pairs(problem: Problem, prefix: int) -> None:
+    problem = msgspec.structs.replace(problem, prefix=prefix > 0)
+    normal = normal_form(problem)
+    assert normal_form(normal) == normal
+    lengths = [(problem.seqlen_q, problem.seqlen_kv)]
+    if problem.packed:
+        lengths = [(q, k) for q in range(problem.seqlen_q + 1) for k in range(problem.seqlen_kv + 1)]
+    for queries, keys in lengths:
+        asked, done = (visible(form, queries, keys, prefix) for form in (problem, normal))
+        assert torch.equal(asked, done), (queries, keys)
+
+
+@pytest.mark.parametrize(
+    ("asked", "normal"),
+    [
+        ({"window_left": 7, "causal": Causal.BOTTOM_RIGHT}, {"causal": Causal.BOTTOM_RIGHT}),
+        ({"window_left": 6}, {"window_left": 6}),
+        ({"window_right": 0}, {"causal": Causal.BOTTOM_RIGHT}),
+        ({"window_left": 7, "window_right": 7}, {}),
+        ({"chunk": 8, "causal": Causal.BOTTOM_RIGHT}, {"causal": Causal.BOTTOM_RIGHT}),
+        ({"sink_tokens": 4}, {}),
+        ({"sink_tokens": 4, "chunk": 2}, {"sink_tokens": 4, "chunk": 2}),
+    ],
+)
+def test_bounds_without_effect_are_removed(asked: dict[str, object], normal: dict[str, object]) -> None:
+    replace = msgspec.structs.replace
+    assert normal_form(replace(PROBLEM, **asked)) == replace(PROBLEM, **normal)
+
+
+@pytest.fixture(autouse=True)
+def highest_afterwards() -> Iterator[None]:
+    yield
+    torch.set_float32_matmul_precision("highest")
+
+
+def allow_by_backend() -> None:
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+
+
+def allow_by_flag() -> None:
+    torch.backends.cuda.matmul.allow_tf32 = True
+
+
+ALLOWED = {
+    "high": lambda: torch.set_float32_matmul_precision("high"),
+    "medium": lambda: torch.set_float32_matmul_precision("medium"),
+    "backend": allow_by_backend,
+    "flag": allow_by_flag,
+}
+
+
+@pytest.mark.parametrize("allow", ALLOWED.values(), ids=ALLOWED)
+def test_tf32_is_a_type_of_the_problem_where_torch_allows_it(allow: Callable[[], object]) -> None:
+    q = torch.randn(1, 2, 16, 64, requires_grad=True)
+    call = dense_call(q, q, q)
+    precise, key = read_call(call), call_key(call)
+    allow()
+    request = read_call(call)
+    assert (precise.problem.dtype, request.problem.dtype) == (Dtype.FP32, Dtype.TF32)
+    assert request.backward.dtype is Dtype.TF32
+    assert request.out_dtype is torch.float32
+    assert call_key(call) != key
+    torch.set_float32_matmul_precision("highest")
+    assert call_key(call) == key
+
+
+def test_the_setting_does_not_concern_other_types() -> None:
+    q = torch.randn(1, 2, 16, 64, dtype=torch.bfloat16)
+    call = dense_call(q, q, q)
+    before = read_call(call).problem, call_key(call)
+    torch.set_float32_matmul_precision("high")
+    assert (read_call(call).problem, call_key(call)) == before
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_random_calls_are_served_or_refused_in_one_sentence(fuzz_count: Callable[[int, int], int]) -> None:
+    count = fuzz_count(100, 6000)
+    served = check_fuzzed_calls(count, (torch.float64, torch.float32, torch.bfloat16))
+    assert count / 50 < served < count / 2

@@ -17,6 +17,7 @@ from flashtune.request.read_call import read_call
 from flashtune.runtime.call_cache import run_call
 from flashtune.runtime.value_checks import values_are_checked, with_checks
 from tests.problems.features import KEYS, QUERIES, paged, starts
+from tests.runtime.request.arguments import paged_arguments, varlen_arguments
 
 INT = torch.int32
 HEADS, WIDTH = 4, 32
@@ -30,26 +31,11 @@ def with_value(tensor: Tensor, index: int | tuple[int, int], value: int) -> Tens
 
 
 def varlen(**changes: Any) -> Call:
-    q, k = torch.randn(sum(QUERIES), HEADS, WIDTH), torch.randn(sum(KEYS), 2, WIDTH)
-    arguments: dict[str, Any] = {
-        "cu_seqlens_q": starts(QUERIES),
-        "cu_seqlens_k": starts(KEYS),
-        "max_seqlen_q": max(QUERIES),
-        "max_seqlen_k": max(KEYS),
-    }
-    return varlen_call(q.double(), k.double(), k.double(), return_lse=False, **arguments | changes)
+    return varlen_call(return_lse=False, **varlen_arguments(**changes))
 
 
 def pages(**changes: Any) -> Call:
-    cache = paged()
-    arguments: dict[str, Any] = {
-        "q": torch.randn(len(KEYS), HEADS, WIDTH, dtype=DOUBLE),
-        "k_cache": cache.k_cache.double(),
-        "v_cache": cache.v_cache.double(),
-        "block_table": cache.block_table,
-        "kv_lengths": cache.seqlens_k,
-    }
-    return paged_call(return_lse=False, **arguments | changes)
+    return paged_call(return_lse=False, **paged_arguments(**changes))
 
 
 def dense(**changes: Any) -> Call:

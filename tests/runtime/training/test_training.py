@@ -7,16 +7,23 @@ import torch
 from torch import Tensor
 
 import flashtune
-from flashtune.core.errors import KernelError, ProblemError, VerificationError
+from flashtune import testing
+from flashtune.core.errors import ProblemError, VerificationError
+from flashtune.core.features.records import NO_EXTRA_INPUTS
+from flashtune.core.kernel import Specialization
+from flashtune.core.layouts import Layout
 from flashtune.core.notices import FlashtuneWarning
-from flashtune.core.problem import Problem
+from flashtune.core.target import find_target
 from flashtune.dispatch.bound_request import BoundRequest
 from flashtune.request.call import dense_call
 from flashtune.runtime import prepare
+from flashtune.runtime.autograd import with_side
+from flashtune.runtime.gradients import BackwardInputs, Gradients
 from flashtune.runtime.kernel_loader import KernelLoader
 from flashtune.runtime.session import SESSION
+from flashtune.templates.registry import find_family
+from flashtune.templates.rendering import render
 from tests.runtime.training.training_calls import (
-    Make,
     backward_record,
     close,
     gradients,
@@ -24,34 +31,36 @@ from tests.runtime.training.training_calls import (
     quiet,
     right,
 )
-from tests.support.machine import Machine, tuned
+from tests.support.machine import PROBLEM, Machine, tuned
+from tests.support.records import make_record
+from tests.support.values import present
 
 
 @pytest.mark.slow
 @quiet
-def test_first_forward_pass_prepares_both_passes(machine: Machine, problem: Problem) -> None:
-    q, k, v = leaves(problem)
+def test_first_forward_pass_prepares_both_passes(machine: Machine) -> None:
+    q, k, v = leaves(PROBLEM)
     out = flashtune.attention(q, k, v, causal=True)
     assert [kernel.family.split("_")[0] for kernel in machine.kernels] == ["forward", "backward"]
     assert machine.checked == machine.kernels
     assert machine.backward_launches == 0
     close(torch.autograd.grad(out.square().sum(), (q, k, v)), right(q, k, v))
-    gradients(problem, q, k, v)
+    gradients(PROBLEM, q, k, v)
     assert len(machine.kernels) == 2, "what was met before is bound"
     assert (machine.launches, machine.backward_launches) == (2, 2)
 
 
 @quiet
-def test_sdpa_serves_both_passes_where_kernels_fail(machine: Machine, problem: Problem) -> None:
+def test_sdpa_serves_both_passes_where_kernels_fail(machine: Machine) -> None:
     machine.right = False
-    q, k, v = leaves(problem)
+    q, k, v = leaves(PROBLEM)
     with pytest.warns(
         FlashtuneWarning, match=r"failed its self-check .* torch's SDPA \(in both passes\) serves"
     ):
-        close(gradients(problem, q, k, v), right(q, k, v))
+        close(gradients(PROBLEM, q, k, v), right(q, k, v))
     assert (machine.launches, machine.backward_launches) == (0, 0)
     with pytest.raises(VerificationError, match="failed its self-check"):
-        gradients(problem, q, k, v, prefer="generated")
+        gradients(PROBLEM, q, k, v, prefer="generated")
 
 
 @pytest.mark.parametrize("seqlen", [0, 8])
@@ -63,10 +72,10 @@ def test_backward_operators_refuse_tensors_on_the_cpu(seqlen: int) -> None:
 
 @pytest.mark.parametrize("failing", ["forward", "backward"])
 def test_explain_reports_the_baseline_of_both_passes_if_one_kernel_failed(
-    machine: Machine, problem: Problem, failing: str
+    machine: Machine, failing: str
 ) -> None:
     machine.judge = lambda kernel: not kernel.family.startswith(failing)
-    explanation = flashtune.explain(*leaves(problem), causal=True)
+    explanation = flashtune.explain(*leaves(PROBLEM), causal=True)
     assert explanation.backward is not None
     assert (explanation.backend, explanation.backward.backend) == ("sdpa", "sdpa")
     assert (
@@ -75,23 +84,20 @@ def test_explain_reports_the_baseline_of_both_passes_if_one_kernel_failed(
     assert explanation.server == explanation.backend
 
 
-def test_backend_with_the_faster_sum_serves_both_passes(
-    machine: Machine, problem: Problem, make_record: Make
-) -> None:
-    q, k, v = leaves(problem, torch.bfloat16)
+def test_backend_with_the_faster_sum_serves_both_passes(machine: Machine) -> None:
+    q, k, v = leaves(PROBLEM, torch.bfloat16)
 
     def backends(forward: float, backward: float) -> tuple[str, str]:
         SESSION.forget()
         tuned(
             machine,
-            make_record(problem, ms=1.0, peers={"sdpa-cudnn": forward}),
-            backward_record(make_record, problem, 3.0, {"sdpa-cudnn": backward}),
+            make_record(PROBLEM, ms=1.0, peers={"sdpa-cudnn": forward}),
+            backward_record(PROBLEM, 3.0, {"sdpa-cudnn": backward}),
         )
         told = flashtune.explain(q, k, v, causal=True)
-        assert told.backward is not None
         assert flashtune.explain(q, k, v, causal=True, prefer="generated").backend == "generated"
         assert flashtune.explain(q, k, v, causal=True, return_lse=True).backend == "generated"
-        return told.backend, told.backward.backend
+        return told.backend, present(told.backward).backend
 
     assert backends(0.5, 3.4) == ("sdpa", "sdpa")
     assert backends(0.5, 3.6) == ("generated", "generated"), "the slower pass outweighs the faster one"
@@ -102,17 +108,15 @@ def test_backend_with_the_faster_sum_serves_both_passes(
 
 
 @pytest.mark.slow
-def test_compile_traces_operators_of_the_backend_of_both_passes(
-    machine: Machine, problem: Problem, make_record: Make
-) -> None:
+def test_compile_traces_operators_of_the_backend_of_both_passes(machine: Machine) -> None:
     peers = {"sdpa-cudnn": 0.5}
-    tuned(machine, make_record(problem, peers=peers), backward_record(make_record, problem, 1.0, peers))
+    tuned(machine, make_record(PROBLEM, peers=peers), backward_record(PROBLEM, 1.0, peers))
     torch._dynamo.reset()
 
     def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return flashtune.attention(q, k, v, causal=True).float().square().sum()
 
-    q, k, v = leaves(problem, torch.bfloat16)
+    q, k, v = leaves(PROBLEM, torch.bfloat16)
     compiled = torch.autograd.grad(
         torch.compile(loss, backend="aot_eager", fullgraph=True)(q, k, v), (q, k, v)
     )
@@ -125,26 +129,26 @@ def test_compile_traces_operators_of_the_backend_of_both_passes(
 @quiet
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_kernels_compute_masks_that_sdpa_refuses_or_compilers_trace(
-    machine: Machine, problem: Problem, monkeypatch: pytest.MonkeyPatch, is_compiled: bool
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, is_compiled: bool
 ) -> None:
     machine.is_untrusted = True
     monkeypatch.setattr(prepare, "masked_sdpa_executor", lambda *_: None)
     machine.usual = "sdpa-efficient"
-    mask = torch.ones(problem.batch, 1, problem.seqlen_q, problem.seqlen_kv, dtype=torch.bool)
+    mask = torch.ones(PROBLEM.batch, 1, PROBLEM.seqlen_q, PROBLEM.seqlen_kv, dtype=torch.bool)
     torch._dynamo.reset()
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return flashtune.attention(q, k, v, attn_mask=mask, causal=True)
 
     attend = torch.compile(attend, backend="aot_eager", fullgraph=True) if is_compiled else attend
-    attend(*leaves(problem))
+    attend(*leaves(PROBLEM))
     assert machine.launches == 1
 
 
 @quiet
-def test_explain_describes_both_passes(machine: Machine, problem: Problem, make_record: Make) -> None:
-    tuned(machine, make_record(problem), backward_record(make_record, problem, 3.0))
-    q, k, v = leaves(problem, torch.bfloat16)
+def test_explain_describes_both_passes(machine: Machine) -> None:
+    tuned(machine, make_record(PROBLEM), backward_record(PROBLEM, 3.0))
+    q, k, v = leaves(PROBLEM, torch.bfloat16)
     told = flashtune.explain(q, k, v, causal=True)
     assert told.backward is not None
     assert (told.problem.direction, told.backward.problem.direction) == ("forward", "backward")
@@ -162,23 +166,22 @@ def test_explain_describes_both_passes(machine: Machine, problem: Problem, make_
 
 @pytest.mark.slow
 @quiet
-def test_deterministic_gradients_are_a_separate_problem(machine: Machine, problem: Problem) -> None:
-    q, k, v = leaves(problem)
+def test_deterministic_gradients_are_a_separate_problem(machine: Machine) -> None:
+    q, k, v = leaves(PROBLEM)
 
     def asked(**options: Any) -> bool:
         told = flashtune.explain(q, k, v, causal=True, **options)
-        assert told.backward is not None
         assert not told.problem.deterministic
-        return told.backward.problem.deterministic
+        return present(told.backward).problem.deterministic
 
     assert not asked()
     assert asked(deterministic=True)
     assert asked(deterministic=True, window=(100, 0))
-    gradients(problem, q, k, v)
+    gradients(PROBLEM, q, k, v)
     try:
         torch.use_deterministic_algorithms(True)
         assert asked()
-        close(gradients(problem, q, k, v), right(q, k, v))
+        close(gradients(PROBLEM, q, k, v), right(q, k, v))
     finally:
         torch.use_deterministic_algorithms(False)
     assert len(SESSION.executors) == 2
@@ -190,8 +193,8 @@ def test_deterministic_gradients_are_a_separate_problem(machine: Machine, proble
 
 @pytest.mark.slow
 @quiet
-def test_plans_prepare_both_passes(machine: Machine, problem: Problem) -> None:
-    q, k, v = leaves(problem)
+def test_plans_prepare_both_passes(machine: Machine) -> None:
+    q, k, v = leaves(PROBLEM)
     past = q * 1.0
     planned = flashtune.plan(past, k, v, causal=True)
     assert machine.backward_launches == 1
@@ -203,14 +206,8 @@ def test_plans_prepare_both_passes(machine: Machine, problem: Problem) -> None:
         planned(q.detach(), k.detach(), v.detach())
 
 
-def test_new_shape_during_capture_is_refused(machine: Machine, problem: Problem) -> None:
-    machine.capturing = True
-    with pytest.raises(KernelError, match="captured"):
-        flashtune.attention(*leaves(problem))
-
-
-def test_unsupported_gradients_are_reported(machine: Machine, problem: Problem) -> None:
-    q, k, v = leaves(problem)
+def test_unsupported_gradients_are_reported(machine: Machine) -> None:
+    q, k, v = leaves(PROBLEM)
     cache = k.detach().to(torch.int8), v.detach().to(torch.int8)
     scale = torch.ones(1)
     with pytest.raises(ProblemError, match=r"no kernel family computes backward_.*leave out quantized_kv"):
@@ -247,3 +244,34 @@ def test_float64_uses_unfused_attention(options: dict[str, Any]) -> None:
         torch.testing.assert_close(attend(q, k, v), result)
     with pytest.raises(ProblemError, match="prefer='fastest' to use the unfused computation"):
         flashtune.attention(q, k, v, prefer="generated", **options)
+
+
+TENSORS = [torch.randn(2, 3, 5, 8) for _ in range(5)]
+
+
+@pytest.mark.parametrize("wanted", [(), ("sinks",)])
+@pytest.mark.parametrize("from_kernel", [False, True])
+def test_gradients_of_sinks_are_summed_over_sequences(wanted: tuple[str, ...], from_kernel: bool) -> None:
+    q, k, v, out, dout = TENSORS
+    lse, sinks = torch.randn(2, 3, 5), torch.randn(3)
+    by_sequence = -(torch.exp(sinks[:, None] - lse) * (out * dout).sum(-1)).sum(-1)
+
+    def backward(_: BackwardInputs) -> Gradients:
+        return Gradients(q, k, v, by_sequence if from_kernel else None)
+
+    run = with_side(backward, Layout.BHSD, wanted)
+    gradient = run(
+        BackwardInputs(q, k, v, out, lse, dout, None, None, NO_EXTRA_INPUTS._replace(sinks=sinks))
+    ).dsinks
+    if not wanted:
+        assert gradient is None
+        return
+    torch.testing.assert_close(present(gradient), by_sequence.sum(0))
+
+
+@pytest.mark.parametrize(("family", "writes"), [("backward_hopper", True), ("backward_split", False)])
+def test_hopper_kernels_write_gradients_of_sinks(family: str, writes: bool) -> None:
+    problem = testing.problem("heads=2,kv_heads=1,seqlen=8,head_dim=64,dtype=bf16,backward", sinks=True)
+    hopper = find_family(family)
+    kernel = render(hopper, problem, hopper.default(problem, find_target("h200")), Specialization())
+    assert kernel.writes("dsinks") is writes

@@ -1,6 +1,5 @@
 """Calls that autograd goes through, and the gradients that they should have."""
 
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -11,12 +10,10 @@ from torch import Tensor
 import flashtune
 from flashtune.core.problem import Direction, Problem
 from flashtune.core.record import Record
-from flashtune.core.target import find_target
 from flashtune.runtime import backward_executors
-from flashtune.templates.registry import find_family
 from tests.support.machine import expected, inputs
+from tests.support.records import make_record
 
-Make = Callable[..., Record]
 quiet = pytest.mark.filterwarnings("ignore::flashtune.core.notices.FlashtuneWarning")
 
 
@@ -25,15 +22,10 @@ def leaves(problem: Problem, dtype: torch.dtype = torch.float32) -> tuple[Tensor
     return q, k, v
 
 
-def backward_record(
-    make_record: Make, problem: Problem, ms: float, peers: dict[str, float] | None = None
-) -> Record:
+def backward_record(problem: Problem, ms: float = 1.0, peers: dict[str, float] | None = None) -> Record:
     """A record of the backward pass, as a search stores it."""
     backward = msgspec.structs.replace(problem, direction=Direction.BACKWARD)
-    family = find_family("backward_split")
-    record = make_record(problem, ms=ms, peers=peers)
-    config = family.default(backward, find_target("h200"))
-    return msgspec.structs.replace(record, problem=backward, family=family.name, config=config, kernel=None)
+    return make_record(backward, ms, peers=peers, family="backward_split", kernel=None)
 
 
 def gradients(problem: Problem, *tensors: Tensor, **options: Any) -> tuple[Tensor, ...]:

@@ -22,7 +22,6 @@ from tests.support.models.transformers_models import VOCABULARY, model_of
 ROOT = Path(__file__).parents[3]
 # Continuous batching decodes from pages only if a digit follows "flash" in the name.
 PAGED = "org/flashtune-fa2"
-NAME = "org/flashtune"
 NEW_TOKENS = 8
 LENGTHS = (21, 5, 34)
 
@@ -34,10 +33,9 @@ class Settings(NamedTuple):
     device: str  # Device of the model.
     dtype: str  # Type of the weights, as torch names it.
     head_dim: int  # Head dim of the model.
-    page: int  # Keys of a page; 0 generates without continuous batching.
+    page: int  # Keys of a page of continuous batching.
     graphs: bool = False  # Whether continuous batching captures CUDA graphs.
-    # On the CPU, the version of CUDA that torch appears to be built for, None without CUDA.
-    cuda: str | None = None
+    generates: bool = False  # Whether the model first generates without continuous batching.
 
 
 class Generation(NamedTuple):
@@ -46,7 +44,7 @@ class Generation(NamedTuple):
     origins: list[str]  # Files of the functions that transformers calls.
     # Names of arguments that transformers passed, for each function that it called.
     calls: dict[str, list[str]]
-    lengths: list[int]  # Generated tokens of each prompt.
+    lengths: list[int]  # Generated tokens of each prompt, in each way.
     # The most that the best token's logit exceeds a chosen one's, in standard deviations of logits.
     slack: float
     served: int  # Calls that a kernel computed.
@@ -160,7 +158,7 @@ def main() -> None:
     """Prints a `Generation` as JSON."""
     settings = Settings(**json.loads(sys.argv[1]))
     if settings.device == "cpu":
-        torch.version.cuda = settings.cuda
+        torch.version.cuda = "13.0"  # as in a build for GPUs, for which packages are
     transformers = imported()
     flash: Any = importlib.import_module("transformers.modeling_flash_attention_utils")
     recording = record(flash)
@@ -171,27 +169,27 @@ def main() -> None:
     prompts = [torch.randint(2, VOCABULARY, (length,), generator=generator).tolist() for length in LENGTHS]
     options = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
     warnings.filterwarnings("ignore", message="no kernel of this package")
-    if settings.page:
-        if settings.device == "cpu":
-            decode_from_pages()
-        config = transformers.ContinuousBatchingConfig
-        size = {"page_size", "block_size"} & inspect.signature(config).parameters.keys()  # by version
-        batching = config(
-            **{size.pop(): settings.page}, num_blocks=64, max_batch_tokens=48, use_cuda_graph=settings.graphs
-        )
-        results = model.generate_batch(
-            prompts,
-            generation_config=transformers.GenerationConfig(**options, eos_token_id=-1, pad_token_id=0),
-            continuous_batching_config=batching,
-        )
-        made = [result.generated_tokens for result in results.values()]
-    else:
+    made: list[list[int]] = []
+    if settings.generates:
         inputs = [torch.tensor([prompt], device=settings.device) for prompt in prompts]
-        made = [model.generate(tensor, **options)[0, tensor.shape[1] :].tolist() for tensor in inputs]
+        made += [model.generate(tensor, **options)[0, tensor.shape[1] :].tolist() for tensor in inputs]
+    if settings.device == "cpu":
+        decode_from_pages()
+    config = transformers.ContinuousBatchingConfig
+    size = {"page_size", "block_size"} & inspect.signature(config).parameters.keys()  # by version
+    batching = config(
+        **{size.pop(): settings.page}, num_blocks=64, max_batch_tokens=48, use_cuda_graph=settings.graphs
+    )
+    results = model.generate_batch(
+        prompts,
+        generation_config=transformers.GenerationConfig(**options, eos_token_id=-1, pad_token_id=0),
+        continuous_batching_config=batching,
+    )
+    made += [result.generated_tokens for result in results.values()]
     # The weights of the model, which its type may have rounded.
     reference = model_of(transformers, "llama", "sdpa", **changes)
     reference.load_state_dict({key: value.float().cpu() for key, value in model.state_dict().items()})
-    rows = list(zip(prompts, made, strict=True))
+    rows = list(zip(prompts * (1 + settings.generates), made, strict=True))
     slack = slack_of(reference, rows)
     served = sum(recording.served)
     generation = Generation(

@@ -24,7 +24,7 @@ from flashtune.db.light.reader import open_reader
 from flashtune.db.light.self_checks import remember_check
 from flashtune.db.store import open_store
 from flashtune.db.table import TunedTable, dump_table, load_table
-from flashtune.dispatch.versions import current_versions, is_proven
+from flashtune.dispatch.versions import current_versions
 from flashtune.templates.registry import template_hash
 from flashtune.tuner.tables.admission import why_refused
 from flashtune.tuner.tables.table_files import import_tables, json_table
@@ -68,7 +68,7 @@ def require_verified(records: list[Record]) -> None:
             assert result.failed == "", (record, result.failed)
         else:
             assert "stale receipt" in result.failed or not result.failed
-            assert not is_proven(record, current_versions(record.family))
+            assert not record.is_proven(current_versions(record.family))
 
 
 @pytest.mark.slow

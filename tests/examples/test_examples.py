@@ -1,8 +1,9 @@
-"""Tests of the training example: flashtune's losses match those of SDPA."""
+"""Tests of the examples: losses match those of SDPA, and served tokens those of a loop."""
 
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -67,3 +68,17 @@ def test_loss_tolerance() -> None:
 def test_median_excludes_first_steps() -> None:
     assert median_ms(run(step_ms=(900.0,) * 10 + (3.0, 1.0, 2.0) * 10)) == 2.0
     assert median_ms(run(step_ms=(900.0, 3.0))) == 3.0
+
+
+@pytest.mark.slow
+def test_tokens_match_the_reference_loop_with_few_pages() -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment.pop("PYTHONSAFEPATH", None)
+    program = [sys.executable, "-m", "examples.serving", "--pages", "2", "--requests", "5"]
+    said = subprocess.run(program, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert said.returncode == 0, said.stdout + said.stderr
+    match = re.search(r"^0 of (\d+) tokens differ", said.stdout, re.MULTILINE)
+    assert match is not None
+    assert int(match.group(1)) >= 10
+    assert "at most 2 of 2 pages" in said.stdout
+    assert "; 0 requests began anew" not in said.stdout
