@@ -104,25 +104,6 @@ def test_training_adds_both_passes_of_shapes_and_models() -> None:
     assert ask(*target, "--model", "llama-3.1-8b").output == "2 nvidia-h100 None\n"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "part"),
-    [
-        ((), "no shape given"),
-        (("--model", "llama-3.1-8b", "--target", "h900"), "there is no target"),
-        (("--model", "nope"), "there is no model"),
-        (("--model", "phi-2", "--target", "h100", "--device", "0"), "use one of them"),
-        (("--model", "phi-2", "--seqlen", "x"), "whole numbers"),
-        (("--shape", "heads=1,seqlen=1,head_dim=8", "--batch", "2"), "need --model"),
-        (("--shape", "heads=1,seqlen=1,head_dim=8", "--phase", "decode"), "need --model"),
-        (("--hf-config", "missing.json"), "No such file"),
-    ],
-)
-def test_invalid_shared_options_are_usage_errors(arguments: tuple[str, ...], part: str) -> None:
-    result = ask("--target", "h100", *arguments) if not arguments else ask(*arguments)
-    assert isinstance(result.exception, UsageError)
-    assert part in str(result.exception)
-
-
 def test_target_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASHTUNE_TARGET", "l4")
     assert ask("--model", "phi-2").output == "1 nvidia-l4 None\n"
