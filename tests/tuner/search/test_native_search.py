@@ -1,4 +1,4 @@
-"""Tests of the joint search over families: both passes of training, and GPUs that cannot address every tensor."""
+"""Tests of joint searches: both passes of training, and a family that cannot address every tensor."""
 
 from typing import Any
 
