@@ -65,9 +65,3 @@ def test_processes_share_the_cases_and_outcomes_are_counted(tmp_path: Path) -> N
     assert rows["failures"] == {"tests/test_flash_attn.py::test_fails": "RuntimeError: as expected"}
     assert rows["sizes"] == {"test_sums": 6}
     assert list(rows["left_out"]) == ["test_flash3_bw_compatibility"]
-
-
-def test_cases_are_numbered_as_the_product_of_all_parameters() -> None:
-    axes: list[tuple[list[str], list[Any]]] = [(["a", "b"], [(1, 2), (3, 4)]), (["c"], [5, 6, (7, 8)])]
-    arguments = [suite.case(axes, number) for number in range(6)]
-    assert arguments == [(1, 2, 5), (3, 4, 5), (1, 2, 6), (3, 4, 6), (1, 2, (7, 8)), (3, 4, (7, 8))]

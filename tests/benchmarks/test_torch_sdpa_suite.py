@@ -3,8 +3,6 @@
 import os
 import subprocess
 import sys
-from argparse import Namespace
-from pathlib import Path
 
 import pytest
 
@@ -77,12 +75,3 @@ def test_failures_name_their_reason(saved: Saved[suite.Report]) -> None:
     (lost,) = saved.rows.failures.items()
     assert lost[0] == "TestThingsCPU.test_exits"
     assert lost[1].startswith("stopped: its process ended with exit code 3")
-
-
-def test_samples_give_functions_equal_numbers(tmp_path: Path) -> None:
-    listed = [suite.Case("T", f"test_{name}_{size}", f"test_{name}") for name in "ab" for size in range(9)]
-    options = Namespace(seed=1, cases=2)
-    drawn = suite.sample(listed, options)
-    assert [sum(case.function == f"test_{name}" for case in drawn) for name in "ab"] == [4, 4]
-    assert drawn == suite.sample(listed, options)
-    assert drawn != suite.sample(listed, Namespace(seed=2, cases=2))

@@ -62,61 +62,29 @@ NOT_EMULATED = ("prepare", "finish", "overflow", "swapped")
 
 def emulated_mutants() -> tuple[Mutant, ...]:
     """All of them."""
-    return (
-        *forward_features(),
-        *hopper_pairs.pairs(),
-        *block_masks(),
-        *pages(),
-        *backward(),
-        *backward_features(),
-        *latent(),
-        *third_tiles.gluon(),
+    pages = (
+        *hopper_pages.pages(),
+        *hopper_pages.rows(),
+        *hopper_pages.conversion(),
+        *hopper_pages.page_scales(),
+        *hopper_pages.conversion_waits(),
     )
-
-
-def forward_features() -> tuple[Mutant, ...]:
-    """Those of score features, chunks, prefixes and lengths in a tensor."""
-    return hopper_features.features()
-
-
-def block_masks() -> tuple[Mutant, ...]:
-    """Those of block masks."""
-    return (*hopper_blocks.blocks(), *hopper_blocks.early())
-
-
-def pages() -> tuple[Mutant, ...]:
-    """Those of keys in pages."""
-    return steady(
-        (
-            *hopper_pages.pages(),
-            *hopper_pages.rows(),
-            *hopper_pages.conversion(),
-            *hopper_pages.page_scales(),
-            *hopper_pages.conversion_waits(),
-        )
-    )
-
-
-def backward() -> tuple[Mutant, ...]:
-    """Some of the backward family."""
-    return named("backward_hopper", BACKWARD_NAMES)
-
-
-def backward_features() -> tuple[Mutant, ...]:
-    """Those of windows, softcap and packed sequences in the backward family."""
-    mutants = (
+    gradients = (
         *backward_hopper_features.windows(),
         *backward_hopper_features.caps(),
         *backward_hopper_features.packed(),
     )
-    return tuple(
-        mutant for mutant in steady(mutants) if not any(part in mutant.name for part in NOT_EMULATED)
+    return (
+        *hopper_features.features(),
+        *hopper_pairs.pairs(),
+        *hopper_blocks.blocks(),
+        *hopper_blocks.early(),
+        *steady(pages),
+        *named("backward_hopper", BACKWARD_NAMES),
+        *(mutant for mutant in steady(gradients) if not any(part in mutant.name for part in NOT_EMULATED)),
+        *named("decode_latent_hopper", LATENT_NAMES),
+        *third_tiles.gluon(),
     )
-
-
-def latent() -> tuple[Mutant, ...]:
-    """Some of latent keys."""
-    return named("decode_latent_hopper", LATENT_NAMES)
 
 
 def named(family: str, names: Iterable[str]) -> tuple[Mutant, ...]:

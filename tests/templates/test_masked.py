@@ -1,8 +1,6 @@
 """Tests of the masked family: unsupported problems, rendered and compiled kernels of each feature."""
 
-import ast
 import functools
-import itertools
 from typing import Any
 
 import msgspec
@@ -10,7 +8,6 @@ import pytest
 import torch
 
 from flashtune import testing
-from flashtune.core.features.records import NUMBERS
 from flashtune.core.kernel import Alignment, Kernel, Specialization
 from flashtune.core.problem import Bias, BlockLists, Causal, Dtype, Feature, KvDtype, KvScale, Problem
 from flashtune.core.target import find_target
@@ -46,7 +43,6 @@ ASKED: dict[str, dict[str, Any]] = {
     "e4m3": {"kv_dtype": KvDtype.E4M3},
 }
 CONFIG = MaskedConfig(block_m=64, block_n=64, num_warps=4, num_stages=2)
-MAX_LINE = 120
 a_problem = functools.partial(
     testing.problem, "heads=4,kv_heads=2,seqlen=512,head_dim=64,dtype=bf16,causal,batch=2"
 )
@@ -93,56 +89,6 @@ def test_bounds_beyond_every_length_fit_int32() -> None:
     bounds = features["window_left"], features["window_right"], features["chunk"]
     assert bounds == (FARTHEST, -1, FARTHEST)
     assert 2 * FARTHEST + 1 < 2**31
-
-
-PAIRS = list(itertools.combinations(ASKED, 2))
-
-
-@pytest.mark.slow
-def test_rendered_pairs_of_features_are_readable() -> None:
-    for index, (first, other) in enumerate(PAIRS):
-        causal = list(Causal)[index % 3]
-        changes = {**ASKED[first], **ASKED[other]}
-        if changes.get("page_size") and changes.get("kv_lengths"):
-            continue
-        problem = a_problem(**changes, causal=causal, head_dim=48 if index % 3 else 64, value_head_dim=64)
-        if FAMILY.supports(problem, H100) is None:
-            config = msgspec.structs.replace(
-                CONFIG,
-                split_masked_loop=index % 2 == 0,
-                lpt=index % 4 == 0,
-                block_n=32 if index % 5 else 128,
-                split_head_dim=index % 7 == 0,
-            )
-            check_source(rendered(problem, config, lse=index % 3 > 0))
-
-
-def check_source(kernel: Kernel) -> None:
-    """It parses, says its arguments, sets no name for nothing, and has no long or ragged lines."""
-    tree = ast.parse(kernel.source)
-    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
-    drawing = {"scrambled", "random_rows", "stays"} if "seed" in kernel.side else set()
-    own = {FAMILY.name, "launch_plan", "attention"} | drawing
-    assert own <= set(functions)
-    # All others are helpers of the kernel.
-    called = {
-        node.func.id
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-    }
-    assert set(functions) - own <= called
-    arguments = [argument.arg for argument in functions[FAMILY.name].args.args]
-    assert arguments == [argument.name for argument in kernel.arguments]
-    side = [name for name in kernel.side if name not in NUMBERS]
-    assert [argument.arg for argument in functions["launch_plan"].args.args] == ["q", "k", "v", "out", *side]
-    assert [argument.arg for argument in functions["attention"].args.kwonlyargs] == list(kernel.side)
-    for function in functions.values():
-        names = [node for node in ast.walk(function) if isinstance(node, ast.Name)]
-        read = {node.id for node in names if isinstance(node.ctx, ast.Load)}
-        assert {node.id for node in names if isinstance(node.ctx, ast.Store)} - read <= {"_", "batch"}
-    lines = kernel.source.split("\n")
-    assert [line for line in lines if len(line) > MAX_LINE or line != line.rstrip()] == []
-    assert "\n\n\n\n" not in kernel.source
 
 
 def test_integer_arguments_of_a_launch_match_the_kernel() -> None:

@@ -44,18 +44,13 @@ def test_only_families_with_explicit_barriers_are_delayed() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("subject", WITH_BARRIERS, ids=str)
-def test_only_sleeps_are_added(subject: Subject) -> None:
+def test_only_sleeps_are_added_and_precede_every_synchronisation(subject: Subject) -> None:
     kernel, original = late(subject), rendered(subject)
     assert kernel.digest != original.digest
     head, _, _ = kernel.source.partition("\n\n\n@gluon.jit\ndef fall_behind")
     kept = [line for line in head.splitlines() if line.strip() != SLEEP]
     assert kept == original.source.splitlines()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("subject", WITH_BARRIERS, ids=str)
-def test_sleeps_precede_every_synchronisation(subject: Subject) -> None:
-    lines = late(subject).source.splitlines()
+    lines = kernel.source.splitlines()
     places = [
         number
         for number, line in enumerate(lines)

@@ -20,14 +20,6 @@ def test_inner_loop_has_instruction_counts_and_cycles() -> None:
     assert loop.cycles == 3 + 7 + 2 + 4
 
 
-def test_innermost_loop_is_found() -> None:
-    loop = find_loop(
-        listed("NOP", "MOV R1, R2", "HMMA.16816.F32 R4, R5, R6, R7", "@P0 BRA 0x20", "@P1 BRA 0x10", "EXIT")
-    )
-    assert loop is not None
-    assert loop.instructions == {"BRA": 1, "HMMA": 1}
-
-
 @pytest.mark.parametrize(
     ("successors", "expected"),
     [

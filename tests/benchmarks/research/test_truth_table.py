@@ -1,5 +1,4 @@
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -12,7 +11,6 @@ from benchmarks.exhaustive.truth_table import (
     read_tables,
     write_table,
 )
-from flashtune.core.errors import TableError
 from tests.benchmarks.research.truth_fakes import a_table
 
 KEPT = Path(__file__).parents[2] / "data" / "truth"
@@ -25,20 +23,6 @@ def test_table_round_trips(tmp_path: Path) -> None:
     assert read_table(path) == table
     assert read_tables(path.parent) == (table,)
     assert not table.is_whole
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [((), "holds a config that is none: Object missing required field"), ((1.5,), "is no truth table: ")],
-    ids=["no values", "another type"],
-)
-def test_malformed_rows_are_refused(tmp_path: Path, values: tuple[Any, ...], message: str) -> None:
-    table, path = a_table(), tmp_path / "table.json.xz"
-    row = msgspec.structs.replace(table.rows[0], values=values)
-    write_table(msgspec.structs.replace(table, rows=(row, *table.rows[1:])), path)
-    with pytest.raises(TableError, match=message) as refusal:
-        read_table(path)
-    assert "\n" not in str(refusal.value)
 
 
 def test_times_are_corrected_for_drift_and_heat() -> None:

@@ -26,7 +26,7 @@ from tests.templates.hopper.emulated.test_hopper_emulated import (
     kernel_of,
     score_inputs,
 )
-from tests.templates.hopper.emulated.test_hopper_emulated_blocks import BLOCK_CONFIGS, a_block_mask
+from tests.templates.hopper.emulated.test_hopper_emulated_features import BLOCK_CONFIGS, a_block_mask
 
 Check = Callable[[Kernel, Subject], bool]
 

@@ -130,7 +130,7 @@ def checked_resources(problem: Problem, config: Config, specialization: Speciali
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("name", COMPILED)
 def test_sram_model_is_a_lower_bound_of_compiled_sram(name: str) -> None:
     problem, changes, lse = COMPILED[name]

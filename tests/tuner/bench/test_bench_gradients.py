@@ -17,18 +17,11 @@ from flashtune.tuner.bench import flex, peer_runs
 from flashtune.tuner.bench.admission import Admitted, admit
 from flashtune.tuner.bench.backward import gradient_binders, gradient_judge
 from flashtune.tuner.bench.bench import require_work
-from flashtune.tuner.bench.driver import report_of
 from flashtune.tuner.bench.flash_attn_4 import FLASH_ATTN_4
-from flashtune.tuner.bench.grids import case_of, grid_problems
 from flashtune.tuner.bench.peer_runs import FLEX, UNFUSED
 from flashtune.tuner.bench.results import OURS, LeftOut
-from flashtune.tuner.cli.commands.bench import GRIDS
-from flashtune.tuner.cli.report.bench_markdown import markdown
-from flashtune.tuner.cli.report.bench_terminal import title_of
 from flashtune.tuner.execution.inputs import Tensors, make_tensors
-from flashtune.tuner.workloads.work import Unit, unit_of
 from tests.support.unfused import unfused
-from tests.tuner.bench.bench_fakes import a_bench, a_run
 from tests.tuner.bench.bench_problems import FakeFlashAttention4
 from tests.tuner.conftest import GpuMemory
 
@@ -152,24 +145,3 @@ def test_flex_attention_supports_repeated_backward_passes(
         (_, entry) = entries(PROBLEM, make_tensors(PROBLEM, CPU), (FLEX,))
         assert compiling.donated_buffer is False
     assert isinstance(entry, Admitted), entry
-
-
-def test_backward_grid_and_its_units() -> None:
-    problems = grid_problems("backward")
-    assert "backward" in GRIDS
-    assert len(problems) == 3 * 2 * 2
-    assert all(problem.is_backward for problem in problems)
-    assert {problem.batch * problem.seqlen_q for problem in problems} == {16_384}
-    names = [case_of(problem) for problem in problems]
-    assert names[0] == "bwd d64 full s2048"
-    assert len(set(names)) == 12
-    assert title_of(problems[0]).startswith("backward, bf16, head dim 64")
-    one_query = msgspec.structs.replace(problems[0], seqlen_q=1)
-    assert unit_of(one_query) is Unit.TFLOPS
-
-
-def test_report_explains_flops_of_gradients() -> None:
-    backward, forward = grid_problems("backward")[0], grid_problems("paper")[0]
-    counted = "Gradients count 2.5 times as many"
-    assert counted in markdown(report_of(a_run(a_bench(backward)), None))
-    assert counted not in markdown(report_of(a_run(a_bench(forward)), None))

@@ -47,14 +47,6 @@ def test_a_hopper_kernel() -> None:
     assert resources.compile_seconds > 0
 
 
-@pytest.mark.slow
-def test_kernel_without_enough_registers_spills_and_is_serialised() -> None:
-    resources = read_resources(a_kernel(128, block_m=128, block_n=128), find_target("h100"))
-    assert resources.registers == 255
-    assert resources.spill_bytes > 0
-    assert resources.serialized_wgmma
-
-
 def test_a_blackwell_kernel_takes_tensor_memory() -> None:
     assert read_resources(a_kernel(block_m=128), find_target("b200")).tensor_memory_columns == 128
 
@@ -62,7 +54,7 @@ def test_a_blackwell_kernel_takes_tensor_memory() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["b200", "mi300x"])
 def test_sizes_are_read_without_external_tools(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = a_kernel(128, block_m=128, block_n=128)
+    kernel = a_kernel(block_m=128)
     expected = read_resources(kernel, find_target(target))
 
     def run(*arguments: object) -> None:
@@ -135,7 +127,7 @@ def test_overflow_names_the_exceeded_resource() -> None:
 
 
 @pytest.mark.slow
-def test_wgmma_serialisation_is_found_without_ptxas_remarks(
+def test_spills_and_serialised_wgmma_are_found_without_ptxas_remarks(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
@@ -148,7 +140,10 @@ def test_wgmma_serialisation_is_found_without_ptxas_remarks(
 
     monkeypatch.setattr(room, "_assemble_again", counted)
     kernel = a_kernel(128, block_m=128, block_n=128)
-    assert read_resources(kernel, find_target("h100")).serialized_wgmma
+    resources = read_resources(kernel, find_target("h100"))
+    assert resources.registers == 255
+    assert resources.spill_bytes > 0
+    assert resources.serialized_wgmma
     assert calls == [], "a fresh compilation tells by itself"
     assert read_resources(kernel, find_target("h100")).serialized_wgmma
     assert calls == ["again"], "a binary from the cache does not"

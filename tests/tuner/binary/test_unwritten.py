@@ -102,6 +102,7 @@ def test_kernel_miscompiled_by_ptxas_is_not_launched() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("family", [family for family in families() if family.supports(PLAIN, H200) is None])
 def test_correct_binary_is_accepted(family: Family) -> None:
     candidate = Candidate(family.name, family.default(PLAIN, H200))

@@ -62,7 +62,7 @@ def test_terminal_shows_the_current_step(
 
 @pytest.mark.slow
 def test_compiler_check_passes(run: Run) -> None:
-    assert findings(run("doctor", "--target", "h100", "--json"))["compiler"][0] == "ok"
+    assert findings(run("doctor", "--target", "a100", "--json"))["compiler"][0] == "ok"
 
 
 def test_compiler_error_is_a_failure(run: Run, compiler: mock.Mock) -> None:

@@ -109,11 +109,21 @@ def below_a_file(setup: Place) -> str:
 
 
 @pytest.mark.slow
-def test_a_full_triton_cache(setup: Place, disk: Callable[[int], tuple[Path, Callable[[], None]]]) -> None:
+def test_full_triton_cache_and_limit_of_file_sizes(
+    setup: Place, disk: Callable[[int], tuple[Path, Callable[[], None]]]
+) -> None:
     folder, limit = disk(0)
     triton = {"TRITON_CACHE_DIR": str(folder / "triton")}
     setup.refused(rf"{NO_SPACE}.*free some space|raise the limit.*; {GOES_ON}", triton, limit)
-    setup.ends_well({})
+    # Triton needs a C compiler to launch kernels, and none to compile them; Python replaces TMPDIR by /tmp.
+    without_tools = {"PATH": str(setup.root), "CC": "/nonexistent/cc"}
+    setup.ends_well(without_tools | {"TMPDIR": below_a_file(setup)})
+
+    def small_files() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (16 << 10, 16 << 10))
+
+    more = ("--trials", "3")
+    setup.refused(r"cannot be written \(File too large\): raise the limit", {}, small_files, *COMMAND, *more)
 
 
 @pytest.mark.slow
@@ -121,25 +131,6 @@ def test_full_temporary_folder(setup: Place, disk: Callable[[int], tuple[Path, C
     # Triton writes assembly and binaries there, of which the first do not fit.
     folder, limit = disk(24 << 10)
     setup.refused(rf"{NO_SPACE}.*; {GOES_ON}", {"TMPDIR": str(folder)}, limit)
-
-
-@pytest.mark.slow
-def test_unwritable_temporary_folder_is_replaced(setup: Place) -> None:
-    # Python then takes /tmp.
-    setup.ends_well({"TMPDIR": below_a_file(setup)})
-
-
-@pytest.mark.slow
-def test_a_full_cache_folder(setup: Place, disk: Callable[[int], tuple[Path, Callable[[], None]]]) -> None:
-    folder, limit = disk(0)
-    setup.refused(NO_SPACE, {"FLASHTUNE_CACHE_DIR": str(folder / "cache")}, limit)
-
-
-@pytest.mark.slow
-def test_a_full_database_folder(setup: Place, disk: Callable[[int], tuple[Path, Callable[[], None]]]) -> None:
-    folder, limit = disk(0)
-    words = r"the disk is full, so nothing was written to .*db.sqlite: free some space|File too large"
-    setup.refused(words, {"FLASHTUNE_DB": str(folder / "db.sqlite")}, limit)
 
 
 @pytest.mark.slow
@@ -154,23 +145,10 @@ def test_a_full_database_folder(setup: Place, disk: Callable[[int], tuple[Path, 
             "FLASHTUNE_CACHE_DIR",
             "the kernel cache .*/file/folder/kernels cannot be written.*FLASHTUNE_CACHE_DIR",
         ),
-        (
-            "FLASHTUNE_DB",
-            "cannot write in the folder of the database .*/file/folder .*: name another with --db",
-        ),
     ],
 )
 def test_unwritable_folder(setup: Place, variable: str, words: str) -> None:
     setup.refused(words, {variable: below_a_file(setup)})
-
-
-@pytest.mark.slow
-def test_unwritable_home(setup: Place) -> None:
-    for name in ("FLASHTUNE_CACHE_DIR", "FLASHTUNE_DB", "TRITON_CACHE_DIR"):
-        del setup.environment[name]
-    setup.environment.pop("XDG_CACHE_HOME", None)
-    words = "cannot write in the folder of the database .*/file/folder/.cache/flashtune/flashtune.sqlite"
-    setup.refused(words, {"HOME": below_a_file(setup)})
 
 
 @pytest.mark.slow
@@ -184,28 +162,11 @@ def test_memory_limit(setup: Place, mebibytes: int) -> None:
 
 
 @pytest.mark.slow
-def test_file_size_limit(setup: Place) -> None:
-    setup.ends_well({})
-
-    def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (16 << 10, 16 << 10))
-
-    more = ("--trials", "3")
-    setup.refused(r"cannot be written \(File too large\): raise the limit", {}, limit, *COMMAND, *more)
-
-
-@pytest.mark.slow
 def test_open_files_limit(setup: Place) -> None:
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (16, 16))
 
     setup.refused("too many files are open|Too many open files", {}, limit)
-
-
-@pytest.mark.slow
-def test_search_without_gpu_needs_no_c_compiler(setup: Place) -> None:
-    # Triton needs a C compiler to launch kernels, and none to compile them.
-    setup.ends_well({"PATH": str(setup.root), "CC": "/nonexistent/cc"})
 
 
 @pytest.mark.slow

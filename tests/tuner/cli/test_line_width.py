@@ -63,7 +63,7 @@ def test_help_fits(run: Run, name: tuple[str, ...]) -> None:
         ("show",),
         ("show", "--wide"),
         ("show", "--shipped", "--limit", "1000"),
-        ("show", "--shipped", "--wide", "--limit", "1000"),
+        ("show", "--shipped", "--wide", "--limit", "50"),
         ("show", "--records", "--shape", SHAPE),
         ("show", "--records"),
         ("search",),

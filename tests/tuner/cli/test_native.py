@@ -13,7 +13,6 @@ from flashtune.core.problem import Problem
 from flashtune.core.record import Record, Resources
 from flashtune.core.target import TARGETS, find_target
 from flashtune.db.store import open_store
-from flashtune.db.table import load_table
 from flashtune.dispatch.versions import current_versions
 from flashtune.templates.family import Family
 from flashtune.templates.rendering import render
@@ -53,18 +52,6 @@ def test_show_distinguishes_selection_and_fallback(run: Run, pair: tuple[Record,
     assert (second["found"]["record"]["family"], second["is_fallback"]) == ("forward_q_outer", True)
     assert "\n  other strides " in run("show").stdout
     assert "forward_q_outer (other strides)" in run("show", "--wide").stdout
-
-
-def test_table_of_selection_and_fallback_round_trips(
-    run: Run, pair: tuple[Record, Record], tmp_path: Path
-) -> None:
-    table, other = tmp_path / "h200.json", tmp_path / "other.sqlite"
-    assert run("export", "--out", table).exit_code == 0
-    assert load_table(table).records == pair
-    assert run("import", table, "--db", other).exit_code == 0
-    again = tmp_path / "again.json"
-    assert run("export", "--db", other, "--out", again).exit_code == 0
-    assert again.read_bytes() == table.read_bytes()
 
 
 def test_export_writes_each_kernel_and_only_triton_configs(

@@ -175,16 +175,6 @@ def test_long_lists_are_truncated_with_a_note(run: Run, stored: Stored, shape: s
     assert "too much SRAM" not in result.stdout
 
 
-def test_damaged_database_is_one_sentence(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "flashtune.sqlite").write_bytes(
-        b"this is no database, but long enough to be read as one" * 100
-    )
-    result = run("show")
-    assert result.exit_code == 1
-    assert result.stderr.startswith("flashtune: ")
-    assert result.stderr.count("\n") == 1
-
-
 def test_unreadable_rows_are_one_sentence(run: Run, stored: Stored, shape: str, tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "flashtune.sqlite") as connection:
         connection.execute("UPDATE records SET payload = '{}' WHERE id = 3")

@@ -1,12 +1,16 @@
-"""Tests of predicted times before calibration."""
+"""Tests of predicted times before calibration, and of the fit of a calibration."""
 
 import functools
 import math
+from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
+from benchmarks.exhaustive.fitting import NOTHING, fit_tables
+from benchmarks.exhaustive.truth_table import TruthTable, read_tables
 from flashtune import testing
 from flashtune.core.config import Config
 from flashtune.core.problem import Causal, Direction, Dtype, Problem
@@ -16,14 +20,21 @@ from flashtune.templates.common.precision import InputPrecision
 from flashtune.templates.forward_kv_outer.space import KVOuterConfig
 from flashtune.templates.forward_q_outer.space import QOuterConfig
 from flashtune.templates.registry import families, find_family
-from flashtune.tuner.perf_model.prediction import estimated, scheduled_ms, spill_factor
+from flashtune.tuner.binary.resources import occupancy
+from flashtune.tuner.perf_model.prediction import (
+    Calibration,
+    estimated,
+    expected_ms,
+    scheduled_ms,
+    shipped_fit,
+    spill_factor,
+)
+from tests.benchmarks.research.truth_fakes import SHAPE, a_table
 
 H200 = find_target("h200")
 Q_OUTER, KV_OUTER = find_family("forward_q_outer"), find_family("forward_kv_outer")
 SPLIT = find_family("backward_split")
 LEAN = Resources(sram_bytes=64 * 1024, registers=128)
-# Long tiles of all heads first, so that none is left at the end.
-CALM: dict[str, Any] = {"lpt": True, "heads_innermost": True}
 a_problem = functools.partial(testing.problem, "heads=32,kv_heads=8,seqlen=4096,head_dim=128,dtype=bf16")
 
 
@@ -47,11 +58,6 @@ def test_prediction_of_a_long_problem_is_near_its_measurement() -> None:
     # 16k tokens of 16 heads at S=8192: an H200 was seen at 1.94 ms.
     ms = predicted(a_problem(heads=16, kv_heads=16, batch=2, seqlen_q=8192, seqlen_kv=8192))
     assert 1.3 < ms < 2.8
-
-
-def test_half_of_the_pairs_take_about_half_of_the_time() -> None:
-    full, causal = predicted(a_problem()), predicted(a_problem(causal=Causal.BOTTOM_RIGHT), **CALM)
-    assert 0.45 < causal / full < 0.65
 
 
 def test_config_that_does_not_fit_has_infinite_time() -> None:
@@ -119,3 +125,71 @@ def test_estimated_registers_are_those_of_the_larger_kernel() -> None:
     walked = estimated(problem, backward_config(block_n=64, dq_block_m=128, dq_block_n=128), 1000, H200)
     assert small.registers < held.registers <= 255
     assert small.registers < walked.registers <= 255
+
+
+TABLES = read_tables(Path(__file__).parents[2] / "data" / "truth")
+
+
+def predicted_times(table: TruthTable, fit: Calibration) -> list[float]:
+    family = find_family(table.family)
+    return [
+        expected_ms(table.problem, family, table.candidate(row).config, row.resources, H200, fit)
+        for row, ms in zip(table.rows, table.times(), strict=True)
+        if ms is not None and row.resources is not None
+    ]
+
+
+def agreement(table: TruthTable, fit: Calibration) -> float:
+    """Rank correlation of predicted and true times."""
+    true = [ms for ms in table.times() if ms is not None]
+    ranks = [np.argsort(np.argsort(times)) for times in (predicted_times(table, fit), true)]
+    return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
+
+
+def test_fitted_constants_transfer_to_other_problems() -> None:
+    judged = a_table(SHAPE.replace("2048", "8192"))
+    assert agreement(judged, fit_tables([a_table()])) > agreement(judged, NOTHING) + 0.2
+
+
+def test_constants_apply_only_to_their_architecture_and_families() -> None:
+    table = a_table()
+    fit = fit_tables([table])
+    portable = find_family("forward_q_outer")
+    config = portable.default(table.problem, H200)
+    lean = Resources(sram_bytes=65536, registers=128)
+    plain = scheduled_ms(table.problem, portable, config, lean, H200)
+    assert expected_ms(table.problem, portable, config, lean, H200, fit) == plain
+    assert predicted_times(table, fit) != predicted_times(table, NOTHING)
+    elsewhere = msgspec.structs.replace(fit, arch="sm_80")
+    assert predicted_times(table, elsewhere) == predicted_times(table, NOTHING)
+
+
+def test_shipped_constants_are_reproducible() -> None:
+    shipped, made = shipped_fit(), fit_tables(TABLES)
+    assert shipped.problems == made.problems
+    assert shipped.families.keys() == made.families.keys()
+    for name, family in made.families.items():
+        assert shipped.families[name].level == pytest.approx(family.level, abs=1e-3)
+        assert shipped.families[name].weights == pytest.approx(family.weights, abs=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: f"{table.family}-{table.problem.key}")
+def test_held_out_problems_are_ranked(table: TruthTable) -> None:
+    others = [other for other in TABLES if other.problem != table.problem]
+    assert agreement(table, fit_tables(others)) > 0.6
+
+
+def test_occupancy_is_estimated_before_compilation() -> None:
+    same = []
+    for table in (table for table in TABLES if table.family == "forward_q_outer"):
+        family = find_family(table.family)
+        for row in table.rows:
+            config = table.candidate(row).config
+            assert row.resources is not None
+            guess = estimated(table.problem, config, row.resources.sram_bytes, H200)
+            options = family.options(config)
+            same.append(
+                occupancy(guess, options, H200).blocks == occupancy(row.resources, options, H200).blocks
+            )
+    assert np.mean(same) > 0.8

@@ -1,4 +1,4 @@
-"""The joint search over portable families and one of a single GPU that cannot address every tensor."""
+"""Tests of joint searches: both passes of training, and a family that cannot address every tensor."""
 
 from typing import Any
 
@@ -8,14 +8,17 @@ import pytest
 from benchmarks.exhaustive.fitting import NOTHING
 from flashtune.core.errors import ProblemError
 from flashtune.core.kernel import Specialization
-from flashtune.core.problem import Problem
+from flashtune.core.problem import Direction, Problem
 from flashtune.core.record import Outcome, Resources
 from flashtune.core.target import find_target
 from flashtune.db.store import Store
 from flashtune.templates.family import Family
-from flashtune.tuner.candidates import Candidate, SearchTask, open_spaces
+from flashtune.templates.registry import find_family
+from flashtune.templates.rendering import render
+from flashtune.tuner.binary.resources import read_parts
+from flashtune.tuner.candidates import Candidate, SearchTask, contiguous_specialization, open_spaces
 from flashtune.tuner.execution.backend import SearchWorkers
-from flashtune.tuner.execution.compile_pool import Compiled
+from flashtune.tuner.execution.compile_pool import Compiled, compile_candidate
 from flashtune.tuner.execution.evaluation import Evaluation, Predictor
 from flashtune.tuner.perf_model.prediction import scheduled_ms
 from flashtune.tuner.search.driver import run_search
@@ -23,6 +26,7 @@ from flashtune.tuner.search.ranking import initial_design, rank
 from flashtune.tuner.search.request import Budget, SearchRequest, SearchResult
 from flashtune.tuner.search.summary import summary_lines
 from flashtune.tuner.search.warm_start import WARM_CONFIGS, known_winners, warm_configs
+from flashtune.tuner.workloads.models import backward_of
 from tests.tuner.search.fakes import KERNEL, FakeCompiler, FakeMeasurer, a_problem, right
 
 H200 = find_target("h200")
@@ -31,14 +35,21 @@ LONG = a_problem(seqlen_q=4096, seqlen_kv=4096, heads=16, kv_heads=16)
 
 
 def search(
-    store: Store, factors: dict[str, float], trials: int = 60, families: tuple[str, ...] = (), **workers: Any
+    store: Store,
+    factors: dict[str, float],
+    trials: int = 60,
+    *,
+    problem: Problem = LONG,
+    measurer: Any = None,
+    **changes: Any,
 ) -> tuple[SearchResult, FakeMeasurer]:
     """A search in which a candidate takes its predicted time, times its family's factor."""
-    measurer = FakeMeasurer(lambda candidate: timed(candidate, factors.get(candidate.family, 1.0)))
-    request = SearchRequest(
-        problem=LONG, target=H200, device=0, budget=Budget(trials, None, None), families=families
+    measurer = measurer or FakeMeasurer(
+        lambda candidate: timed(problem, candidate, factors.get(candidate.family, 1.0))
     )
-    equipment = SearchWorkers(FakeCompiler(compiled), workers.get("measurer", measurer), 2)
+    budget = Budget(trials, None, None)
+    request = SearchRequest(problem=problem, target=H200, device=0, budget=budget, **changes)
+    equipment = SearchWorkers(FakeCompiler(compiled), measurer, 2)
     return run_search(request, store, equipment=equipment), measurer
 
 
@@ -46,13 +57,9 @@ def compiled(candidate: Candidate) -> Compiled:
     return Compiled(Outcome.OK, KERNEL, Resources(sram_bytes=1024, registers=64))
 
 
-def timed(candidate: Candidate, factor: float) -> Evaluation:
-    from flashtune.templates.registry import find_family
-
-    resources = Resources(sram_bytes=65536, registers=64)
-    return right(
-        factor * scheduled_ms(LONG, find_family(candidate.family), candidate.config, resources, H200)
-    )
+def timed(problem: Problem, candidate: Candidate, factor: float) -> Evaluation:
+    family, resources = find_family(candidate.family), Resources(sram_bytes=65536, registers=64)
+    return right(factor * scheduled_ms(problem, family, candidate.config, resources, H200))
 
 
 def chosen(store: Store) -> tuple[list[str], list[str]]:
@@ -76,7 +83,7 @@ def test_best_portable_kernel_is_the_fallback_of_a_native_winner(native: Family,
     assert result.fallback.measurement is not None
     assert [peer.name for peer in result.fallback.measurement.peers] == ["sdpa-cudnn"]
     portable = [candidate for candidate in measurer.seen if candidate.family == PORTABLE]
-    fastest = min(timed(candidate, 1.0).measurement.ms for candidate in portable)  # type: ignore[union-attr]
+    fastest = min(timed(LONG, candidate, 1.0).measurement.ms for candidate in portable)  # type: ignore[union-attr]
     assert result.fallback.ms == pytest.approx(fastest)
     (line,) = (line for line in summary_lines(result, "here") if line.startswith("other strides"))
     assert PORTABLE in line
@@ -143,3 +150,50 @@ def test_warm_start_includes_winners_of_each_family(native: Family, store: Store
     warm = warm_configs(known_winners(store), scope)
     assert {candidate.family for candidate in warm} == {native.name, PORTABLE}
     assert len(warm) <= 2 * WARM_CONFIGS
+
+
+BACKWARD = backward_of(LONG)
+
+
+def test_only_families_of_the_pass_are_searched() -> None:
+    backward = {entry.family.name for entry in open_spaces(BACKWARD, H200, ())}
+    forward = {entry.family.name for entry in open_spaces(LONG, H200, ())}
+    assert "backward_split" in backward
+    assert all(find_family(name).direction is Direction.BACKWARD for name in backward)
+    assert backward.isdisjoint(forward)
+    with pytest.raises(ProblemError, match="computes the forward pass"):
+        open_spaces(BACKWARD, H200, ("forward_q_outer",))
+    (only,) = open_spaces(msgspec.structs.replace(BACKWARD, deterministic=True), H200, ("backward_split",))
+    assert only.family.name == "backward_split"
+
+
+@pytest.mark.slow
+def test_both_passes_of_a_shape_are_stored_separately(store: Store) -> None:
+    ahead, _ = search(store, {}, 40, lse=True)
+    back, _ = search(store, {}, 40, problem=BACKWARD)
+    assert ahead.best is not None
+    assert back.best is not None
+    assert ahead.best.specialization == contiguous_specialization(LONG, lse=True)
+    assert ahead.best.specialization.lse
+    assert not back.best.specialization.lse
+    assert {row.record.problem for row in store.selections()} == {LONG, BACKWARD}
+    assert back.best.family.startswith("backward_")
+    assert any(line.startswith("next") and "backward" in line for line in summary_lines(back, "here"))
+
+
+@pytest.mark.slow
+def test_candidate_must_fit_every_kernel_of_the_launch() -> None:
+    family = find_family("backward_split")
+    config = msgspec.structs.replace(
+        family.default(BACKWARD, H200), block_m=32, block_n=64, num_warps=4, num_stages=1,
+        dq_block_m=128, dq_block_n=128, dq_warps=8, dq_stages=3,
+    )  # fmt: skip
+    assumed = contiguous_specialization(BACKWARD)
+    parts = read_parts(render(family, BACKWARD, config, assumed), H200)
+    main, of_queries = (part.resources.sram_bytes for part in (parts[0], parts[2]))
+    assert main < of_queries
+    tight = msgspec.structs.replace(H200, sram_per_block=(main + of_queries) // 2)
+    compilation = compile_candidate(BACKWARD, Candidate(family.name, config), assumed, tight)
+    assert compilation.outcome is Outcome.INFEASIBLE
+    assert compilation.resources is not None
+    assert compilation.resources.sram_bytes == of_queries

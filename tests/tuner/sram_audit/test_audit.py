@@ -20,7 +20,6 @@ from flashtune.templates.registry import families, find_family
 from flashtune.templates.rendering import render
 from flashtune.tuner.binary.resources import read_resources
 from flashtune.tuner.cli import main
-from flashtune.tuner.cli.commands.sram_audit import as_markdown
 from flashtune.tuner.sram_audit.audit import Audit, Request, Row, audit_targets, run_audit
 from flashtune.tuner.sram_audit.points import draw_points
 from scripts.kernels import shipped_records
@@ -190,21 +189,6 @@ def test_only_given_families_are_audited() -> None:
     request = Request((H100,), 12, seed=1, families=("forward_q_outer", "forward_hopper"))
     audit = run_audit(request, Scripted(1.0), lambda *_: None)
     assert [row.family for row in audit.rows] == ["forward_hopper", "forward_q_outer"]
-
-
-def test_tables_sum_the_rows_by_family_and_by_gpu() -> None:
-    rows = (
-        a_row(points=10, misfits=6, caught=5, in_band=5),
-        a_row(family="forward_kv_outer", points=4, in_band=5, fits=3, misfits=1, caught=1, refused=2),
-        a_row(
-            target="nvidia-a100", arch="sm_80", points=10, in_band=5, misfits=6, caught=6, wrongly_pruned=1
-        ),
-    )
-    lines = as_markdown(Audit("3.7.1", 0, rows)).splitlines()
-    assert "| forward_q_outer | 20 | 10 | 6 | 8 | 12 | 1 | 11 (92%) | 0 | 0 |" in lines
-    assert "| forward_kv_outer | 4 | 5 | 3 | 3 | 1 | 0 | 1 (100%) | 0 | 2 |" in lines
-    assert "| nvidia-h100 | 14 | 10 | 6 | 7 | 7 | 0 | 6 (86%) | 0 | 2 |" in lines
-    assert lines.count("| all | 24 | 15 | 9 | 11 | 13 | 1 | 12 (92%) | 0 | 2 |") == 2
 
 
 @pytest.mark.parametrize(("form", "exit_code"), [("--json", 0), ("--markdown", 0), ("--markdown", 1)])

@@ -116,12 +116,6 @@ def test_shape_of_millions_of_problems_is_refused() -> None:
         parse_shape("heads=1..16777216,head_dim=1..1024,seqlen=1..1073741824,batch=1..1073741824")
 
 
-def test_quantized_dtypes_are_parsed_like_others() -> None:
-    (problem,) = parse_shape("heads=8,seqlen=512,head_dim=128,dtype=e4m3,causal")
-    assert problem.dtype is Dtype.E4M3
-    assert problem.key == "forward_e4m3_d128_h8x8_b1_q512_k512_bottom_right"
-
-
 def test_a_window_bounds_one_side_or_both() -> None:
     problems = parse_shape("heads=1,seqlen=2048,head_dim=64,window=1023|127:1|127:0|:9|0")
     assert [(problem.window_left, problem.window_right, problem.causal) for problem in problems] == [

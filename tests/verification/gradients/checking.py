@@ -1,9 +1,14 @@
 """Verifies plain torch instead of a backward kernel, and returns the errors."""
 
 import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
 
+import msgspec
 import pytest
 import torch
+from torch import Tensor
 
 from flashtune import testing
 from flashtune.core.config import Config, LaunchOptions
@@ -41,19 +46,41 @@ def a_kernel(dlse: bool) -> Kernel:
     )
 
 
-def found_at(
-    monkeypatch: pytest.MonkeyPatch, case: Case, hooks: Hooks = RIGHT, *, dlse: bool = False
-) -> list[Finding]:
-    """All that decides at one problem."""
-    prepared = prepare(case, Alignment.EIGHT, CPU, SEED, dlse)
+def of_problem(**fields: object) -> Hooks:
+    """A kernel that mistakes its problem for another."""
+    return Hooks(problem=lambda problem: msgspec.structs.replace(problem, **fields))
 
-    def launch(tensors: BackwardTensors, scale: float, side: ExtraInputs, _: object) -> None:
+
+def of_gradient(name: str, change: Callable[[Tensor], Tensor]) -> Hooks:
+    return Hooks(gradient=lambda gradient, right: change(right) if gradient == name else right)
+
+
+def unchanged(number: int, tensors: BackwardTensors, allocate: Callable[..., Tensor]) -> None:
+    """Leaves the results of a launch."""
+
+
+def found_at(
+    monkeypatch: pytest.MonkeyPatch,
+    case: Case,
+    hooks: Hooks = RIGHT,
+    *,
+    dlse: bool = False,
+    spoil: Callable[[int, BackwardTensors, Callable[..., Tensor]], object] = unchanged,
+) -> list[Finding]:
+    """All that decides at one problem, after `spoil` changed the results, launch by launch."""
+    prepared = prepare(case, Alignment.EIGHT, CPU, SEED, dlse)
+    launches = itertools.count()
+
+    def launch(tensors: BackwardTensors, scale: float, side: ExtraInputs, allocate: Any) -> None:
         differentiate(case.problem, tensors, scale, side, hooks)
+        spoil(next(launches), tensors, allocate)
 
     launch_by(monkeypatch, launch)
     kernel = a_kernel(dlse)
     pass_ = backward_pass(kernel, case, prepared)
-    return list(comparison.launch_findings(kernel, None, case, pass_, H200, 0))
+    findings = list(comparison.launch_findings(kernel, None, case, pass_, H200, 0))
+    assert next(launches) == case.repeats
+    return findings
 
 
 def failures(findings: list[Finding]) -> list[str]:

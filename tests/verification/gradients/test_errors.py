@@ -11,7 +11,7 @@ from torch import Tensor
 from flashtune.core.problem import Causal, Dtype
 from flashtune.launch.tensors import BackwardTensors
 from flashtune.verification.cases import Level
-from tests.verification.gradients.checking import a_problem, refused
+from tests.verification.gradients.checking import a_problem, of_gradient, of_problem, refused
 from tests.verification.gradients.plain_kernel import BLOCK, Hooks, Scores, TwoTiles
 
 LN_2 = math.log(2.0)
@@ -37,10 +37,6 @@ def pairs_left_out(name: str, where: Callable[[Tensor, Tensor], Tensor]) -> Hook
         return Scores(*(tensor.masked_fill(left_out, 0.0) for tensor in right)) if gradient == name else right
 
     return Hooks(scores=scores)
-
-
-def of_gradient(name: str, change: Callable[[Tensor], Tensor]) -> Hooks:
-    return Hooks(gradient=lambda gradient, right: change(right) if gradient == name else right)
 
 
 def of_scores(change: Callable[[str, Scores], Scores]) -> Hooks:
@@ -85,10 +81,6 @@ def weights_of_bf16(_: str, right: Scores) -> Scores:
     return Scores(*(tensor.bfloat16().float() for tensor in right))
 
 
-def delta_of_another_row(delta: Tensor) -> Tensor:
-    return delta.roll(1, -1)
-
-
 MISTAKES: dict[str, Hooks] = {
     "dq: first block of keys skipped": pairs_left_out("dq", lambda query, key: key < BLOCK),
     "dq: last block of keys skipped": pairs_left_out("dq", lambda query, key: key >= 2 * BLOCK),
@@ -100,11 +92,9 @@ MISTAKES: dict[str, Hooks] = {
     "dv: tail of queries skipped": pairs_left_out("dv", lambda query, key: query >= BLOCK),
     "diagonal one key too far": Hooks(hidden=lambda hidden: hidden.roll(1, -1)),
     "diagonal one key too short": Hooks(hidden=lambda hidden: hidden | hidden.roll(-1, -1)),
-    "diagonal aligned to the other corner": Hooks(
-        problem=lambda problem: a_problem(**{**fields_of(problem), "causal": Causal.TOP_LEFT})
-    ),
+    "diagonal aligned to the other corner": of_problem(causal=Causal.TOP_LEFT),
     "delta left out": Hooks(delta=torch.zeros_like),
-    "delta of another row": Hooks(delta=delta_of_another_row),
+    "delta of another row": Hooks(delta=lambda delta: delta.roll(1, -1)),
     "delta doubled": Hooks(delta=lambda delta: 2.0 * delta),
     "dq: scale missing": Hooks(scale=lambda name, scale: 1.0 if name == "dq" else scale),
     "dk: scale missing": Hooks(scale=lambda name, scale: 1.0 if name == "dk" else scale),
@@ -130,10 +120,6 @@ MISTAKES: dict[str, Hooks] = {
         lambda name, right: right._replace(weights=right.slopes) if name == "dv" else right
     ),
 }
-
-
-def fields_of(problem: Any) -> dict[str, Any]:
-    return {name: getattr(problem, name) for name in problem.__struct_fields__}
 
 
 @pytest.mark.parametrize("name", MISTAKES)

@@ -22,7 +22,14 @@ from flashtune.verification.probes import Probe, make_values
 from tests.gpu.random.random_gradients import feature_sets, subjects, trials
 from tests.problems.kernel_cases import PLAIN_MASKS as MASKS
 from tests.problems.plain_masks import plain_attention
-from tests.verification.gradients.checking import a_problem, failures, found_at, refused
+from tests.verification.gradients.checking import (
+    a_problem,
+    failures,
+    found_at,
+    of_gradient,
+    of_problem,
+    refused,
+)
 from tests.verification.gradients.plain_kernel import Hooks, Scores, TwoTiles
 
 
@@ -123,14 +130,6 @@ def differentiated(problem: Problem, case: BackwardCase, pairs: Pairs) -> dict[s
     }
 
 
-def of_problem(**fields: object) -> Hooks:
-    return Hooks(problem=lambda problem: a_problem(**{**_fields(problem), **fields}))
-
-
-def _fields(problem: Problem) -> dict[str, Any]:
-    return {name: getattr(problem, name) for name in problem.__struct_fields__}
-
-
 def of_side(name: str, change: Callable[[Any], Any]) -> Hooks:
     return Hooks(side=lambda side: side._replace(**{name: change(getattr(side, name))}))
 
@@ -141,10 +140,6 @@ def without_the_cap_s_slope(_: str, right: Scores) -> Scores:
 
 def capped_bias(name: str, right: Scores) -> Scores:
     return right._replace(biased=right.slopes) if name == "dbias" else right
-
-
-def of_gradient(name: str, change: Callable[[Tensor], Tensor]) -> Hooks:
-    return Hooks(gradient=lambda gradient, right: change(right) if gradient == name else right)
 
 
 MISTAKES: list[tuple[str, str, Hooks]] = [

@@ -2,29 +2,21 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from flashtune.core.features.records import ExtraInputs
-from flashtune.core.kernel import Alignment
 from flashtune.core.problem import Bias, Causal, Dtype
 from flashtune.launch.tensors import BackwardTensors
-from flashtune.verification import comparison
 from flashtune.verification.cases import Case
-from flashtune.verification.gradients.comparison import backward_pass
-from flashtune.verification.gradients.inputs import prepare
 from flashtune.verification.gradients.tolerance import beyond_order
 from flashtune.verification.inputs.guarded_tensors import bits_of
 from flashtune.verification.inputs.prepared import ROWS_AFTER
 from flashtune.verification.lengths import Lengths
 from flashtune.verification.probes import Probe
-from tests.verification.gradients.checking import CPU, H200, a_kernel, a_problem, failures
-from tests.verification.gradients.plain_kernel import differentiate
-from tests.verification.launches import launch_by
+from tests.verification.gradients.checking import CPU, a_problem, failures, found_at
 
 Spoil = Callable[[int, BackwardTensors, Callable[..., Tensor]], object]
 OTHERWISE = "elements of {} farther from an earlier launch's than another order of sums"
@@ -37,20 +29,7 @@ def a_case(*, deterministic: bool = False) -> Case:
 
 def found(monkeypatch: pytest.MonkeyPatch, case: Case, spoil: Spoil) -> set[str]:
     """The errors of correct gradients after `spoil` changed them, launch by launch."""
-    prepared = prepare(case, Alignment.SIXTEEN, CPU, 1, False)
-    launches = 0
-
-    def launch(tensors: BackwardTensors, scale: float, side: ExtraInputs, allocate: Any) -> None:
-        nonlocal launches
-        differentiate(case.problem, tensors, scale, side)
-        spoil(launches, tensors, allocate)
-        launches += 1
-
-    launch_by(monkeypatch, launch)
-    kernel = a_kernel(False)
-    pass_ = backward_pass(kernel, case, prepared)
-    wrong = failures(list(comparison.launch_findings(kernel, None, case, pass_, H200, 0)))
-    assert launches == case.repeats
+    wrong = failures(found_at(monkeypatch, case, spoil=spoil))
     return {message.partition(": ")[2].rpartition(" ")[0] for message in wrong}
 
 

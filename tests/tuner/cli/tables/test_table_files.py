@@ -127,17 +127,6 @@ def test_invalid_table_leaves_the_database_unchanged(
     assert dump(tmp_path / "flashtune.sqlite") == before
 
 
-def test_a_negative_block_in_a_table_is_refused(run: Run, stored: Stored, tmp_path: Path) -> None:
-    table = tmp_path / "table.json"
-    run("export", "--out", table)
-    table.write_text(
-        table.read_text(encoding="utf-8").replace('"block_m":128', '"block_m":-128'), encoding="utf-8"
-    )
-    fresh = tmp_path / "fresh.sqlite"
-    assert run("import", table, "--db", fresh).exit_code == 2
-    assert not fresh.exists()
-
-
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     "arguments",

@@ -1,17 +1,32 @@
+"""Tests of the proposals of configs: their model, their baselines and recorded searches."""
+
+import math
+import statistics
+from pathlib import Path
 from typing import Any
 
+import msgspec
+import pytest
 from optuna.trial import FrozenTrial, TrialState
 
 from benchmarks.exhaustive.fitting import NOTHING
+from benchmarks.exhaustive.truth_table import TruthTable, read_tables
+from benchmarks.search_replay.baselines import POLICIES
+from benchmarks.search_replay.replays import experience_without, portfolio, replayed
 from flashtune.core.config import Space
 from flashtune.core.kernel import Specialization
+from flashtune.core.problem import Problem
 from flashtune.core.target import find_target
+from flashtune.db.store import open_store
 from flashtune.templates.forward_q_outer.space import Loads
 from flashtune.templates.registry import find_family
 from flashtune.tuner.candidates import Candidate, SearchTask, open_spaces
 from flashtune.tuner.search.optuna_study import TrialResult
+from flashtune.tuner.search.policy import SearchContext
 from flashtune.tuner.search.proposer import FAMILY_CHANCES, DefaultStrategy, neighbours
 from flashtune.tuner.search.ranking import rank, varied
+from flashtune.tuner.search.warm_start import OTHER_FEATURE, remoteness
+from tests.support.records import shipped_table_of
 from tests.tuner.search.fakes import FAMILY, a_config, a_problem, a_space, alike, by_tile
 
 PORTABLE = ("forward_kv_outer", "forward_q_outer")
@@ -124,18 +139,6 @@ def test_neighbours_differ_on_one_axis_by_a_step() -> None:
     }
 
 
-def test_inactive_axes_take_their_first_value() -> None:
-    configs = changed(a_space(), loads=Loads.DESCRIPTOR, overlap_qk=True)
-    assert (("overlap_qk", False),) in configs
-    assert (("loads", Loads.POINTER), ("overlap_qk", False)) in configs
-
-
-def test_config_outside_the_space_has_neighbours_inside() -> None:
-    outside = a_config(block_m=512)
-    inside = list(neighbours(a_space(), outside))
-    assert {near.block_m for near in inside} == {64, 128}  # type: ignore[attr-defined]
-
-
 def test_neighbours_of_the_fastest_are_proposed_soon(scope: SearchTask) -> None:
     best = Candidate(FAMILY, a_config(block_m=128, num_warps=4))
     proposer = DefaultStrategy(scope, (best,), alike(scope), {}, seed=0)
@@ -145,3 +148,73 @@ def test_neighbours_of_the_fastest_are_proposed_soon(scope: SearchTask) -> None:
     proposed = [proposer.ask() for _ in range(4 * len(beside))]
     assert beside <= set(proposed)
     assert len(set(proposed)) == len(proposed)
+
+
+def test_winners_of_the_same_features_are_nearer() -> None:
+    table = shipped_table_of("nvidia-h200")
+    plain = next(record for record in table.records if record.config)
+
+    def remote(**changes: object) -> float:
+        of: Problem = msgspec.structs.replace(plain.problem, **changes)
+        return remoteness(msgspec.structs.replace(plain, problem=of), asked, plain.target)
+
+    asked = msgspec.structs.replace(plain.problem, window_left=1023, sinks=True)
+    assert remote(window_left=1023, sinks=True) == 0
+    # How wide the window is decides the kernel, and little of which config is best.
+    assert remote(window_left=127, sinks=True) == 0
+    assert remote(window_left=1023) == OTHER_FEATURE
+    assert remote() == 2 * OTHER_FEATURE
+    assert remote(head_dim=plain.problem.head_dim * 2) == math.inf
+
+
+TABLES = read_tables(Path(__file__).parents[3] / "data" / "truth")
+
+
+@pytest.fixture(scope="module")
+def empty(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("replays") / "empty.sqlite"
+    open_store(str(path)).close()
+    return path
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_every_strategy_proposes_each_candidate_once(name: str, scope: SearchTask) -> None:
+    proposer = POLICIES[name](SearchContext(scope, (), {}, 20, 0, NOTHING))
+    proposed = []
+    while (candidate := proposer.ask()) is not None:
+        proposed.append(candidate)
+        failed = len(proposed) % 5 == 0
+        proposer.tell(candidate, TrialResult(None if failed else float(len(proposed))))
+    assert len(proposed) == len(set(proposed))
+    assert set(proposed) == set(scope.candidates())
+
+
+def test_experience_excludes_the_evaluated_problem() -> None:
+    judged = TABLES[0]
+    experience = experience_without(judged, TABLES)
+    assert judged.problem.key not in experience.fit.problems
+    assert len(experience.fit.problems) == len({table.problem for table in TABLES}) - 1
+    candidates = {judged.candidate(row) for row in judged.rows}
+    warm = portfolio(judged)
+    assert 0 < len(warm) == len(set(warm))
+    assert set(warm) <= candidates
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: f"{table.family}-{table.problem.key}")
+def test_default_strategy_finds_held_out_optima(table: TruthTable, empty: Path) -> None:
+    experience = experience_without(table, TABLES)
+    assert replayed(table, experience, "default", 0, empty) >= 0.97
+
+
+@pytest.mark.slow
+def test_default_strategy_is_nearer_to_the_best_than_others(empty: Path) -> None:
+    medians: dict[str, list[float]] = {policy: [] for policy in ("default", "tpe", "random")}
+    # Held-out optima are found for each table above.
+    for table in TABLES[::3]:
+        experience = experience_without(table, TABLES)
+        for policy, values in medians.items():
+            shares = (replayed(table, experience, policy, seed, empty) for seed in range(3))
+            values.append(statistics.median(shares))
+    means = {policy: statistics.mean(values) for policy, values in medians.items()}
+    assert means.pop("default") > max(means.values())
