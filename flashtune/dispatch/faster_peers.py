@@ -9,7 +9,7 @@ from flashtune.core.problem import Bias, Problem, score_bytes
 from flashtune.core.record import Record, Selection, SharedTime
 from flashtune.core.target import Target
 from flashtune.dispatch.nearest import DECODING_FAMILY, FEW_QUERIES, WHOLE_FAMILY, is_far
-from flashtune.dispatch.sdpa_times import MATH, float32_ms, is_padded
+from flashtune.dispatch.sdpa_times import MATH, MAX_SCORES, float32_ms, is_padded
 from flashtune.templates.registry import find_family
 
 # The fraction by which two measurements of one kernel may differ. SDPA is used unless the kernel is faster by
@@ -30,8 +30,6 @@ UNFUSED = "unfused"
 UNFUSED_LAUNCHES_MS = 0.15
 # SDPA by a backend without measured times.
 ANY_SDPA = "SDPA"
-# Maximum bytes of scores that SDPA's unfused path may store.
-MAX_SCORES = 2**33
 # A decoding kernel in float32 of up to FEW_QUERIES queries may take this multiple of the modelled time.
 SLOW_PRODUCTS = 4.0
 # In float32, SDPA must be expected to take this multiple of a kernel's estimated time, and of one from a far

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from flashtune.core.problem import Bias, Causal, Dtype, Problem
 from flashtune.core.target import Target, find_target
-from flashtune.dispatch.sdpa_times import MATH, unfused_leads
+from flashtune.dispatch.sdpa_times import MATH, unfused_leads, unfused_pair_leads
 from flashtune.launch.launch import MIN_SCALE
+from flashtune.request.tensor_checks import dtype_of
 
 SelectBackend = Callable[..., str | None]
 # Programs replace the name in `torch.nn.functional` by functions that call flashtune.
@@ -49,7 +50,7 @@ def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: Causal
         diagonal = seqlen_kv - seqlen_q if causal is Causal.BOTTOM_RIGHT else 0
         mask = torch.ones(seqlen_q, seqlen_kv, dtype=torch.bool, device=q.device).tril(diagonal)
     is_causal = causal is not Causal.NONE and square
-    gqa = shares_heads(seeing, k, v, mask)
+    gqa = shares_heads(seeing, k, v, mask, is_causal)
     read = readable(seeing, k, v, gqa)
     out = scaled_dot_product_attention(*read, mask, 0.0, is_causal, scale=scale, enable_gqa=gqa)
     if not blind:
@@ -65,7 +66,7 @@ def seen_keys(q: Tensor, k: Tensor, v: Tensor, causal: Causal) -> tuple[Tensor, 
     return k, v
 
 
-def shares_heads(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
+def shares_heads(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool = False) -> bool:
     """Whether SDPA gets fewer heads of keys than of queries. The mask is additive or boolean.
 
     In float32 no fused backend takes them. The unfused path may still be faster than copies of heads and a
@@ -77,13 +78,14 @@ def shares_heads(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
         return True
     if not torch.backends.cuda.math_sdp_enabled():
         return False
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] <= FEW_GRADIENT_SCORES
     sizes = (*q.shape, *k.shape[1:3])
     # A compiled program must not be limited to the sizes that it was traced with.
     if any(isinstance(size, torch.SymInt) for size in sizes):
         return False
-    return _unfused_leads(*sizes, mask is not None, 0 if mask is None else _padded_bytes(mask))
+    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    padded_bytes = 0 if mask is None else _padded_bytes(mask)
+    dtype = dtype_of(q) if needs_grad else Dtype.FP32
+    return _unfused_leads(*sizes, dtype, mask is not None, padded_bytes, needs_grad=needs_grad, causal=causal)
 
 
 @functools.lru_cache(maxsize=8192)
@@ -94,11 +96,15 @@ def _unfused_leads(
     head_dim: int,
     kv_heads: int,
     seqlen_kv: int,
+    dtype: Dtype,
     masked: bool,
     padded_bytes: int,
+    *,
+    needs_grad: bool,
+    causal: bool,
 ) -> bool:
     problem = Problem(
-        dtype=Dtype.FP32,
+        dtype=dtype,
         head_dim=head_dim,
         value_head_dim=head_dim,
         heads=heads,
@@ -106,9 +112,12 @@ def _unfused_leads(
         batch=batch,
         seqlen_q=seqlen_q,
         seqlen_kv=seqlen_kv,
-        causal=Causal.NONE,
+        causal=Causal.TOP_LEFT if needs_grad and causal else Causal.NONE,
         bias=Bias.ADDITIVE if masked else Bias.NONE,
     )
+    if needs_grad:
+        few = batch * heads * seqlen_q * seqlen_kv <= FEW_GRADIENT_SCORES
+        return few or unfused_pair_leads(problem)
     return unfused_leads(problem, padded_bytes, find_target(MEASURED_TARGET))
 
 
@@ -180,7 +189,7 @@ def chosen_backend(
 
     `shared` is the result of `shares_heads`, by default for this call.
     """
-    if q.shape[1] != k.shape[1] and not (shares_heads(q, k, v, mask) if shared is None else shared):
+    if q.shape[1] != k.shape[1] and not (shares_heads(q, k, v, mask, causal) if shared is None else shared):
         k, v = (tensor[:, :1].expand(-1, q.shape[1], -1, -1) for tensor in (k, v))
     # torch has no public function for this.
     choice = torch._fused_sdp_choice(  # pyright: ignore[reportPrivateImportUsage]

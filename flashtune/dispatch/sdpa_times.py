@@ -37,6 +37,15 @@ UNFUSED_MS, SCORE_MS, COLUMN_MS, MASK_BYTES = 0.03, 1.2e-8, 1e-10, 12
 # The unfused path replaces the memory-efficient backend below this fraction of its time. Calls of one head of
 # keys for several of queries take 0.7 to 2 times as long there.
 UNFUSED_LEAD = 0.65
+# Time of a score and of its columns in both passes of float32, in ms: in the memory-efficient backend, which
+# skips hidden scores; and in the unfused path, which computes columns in tf32 for next to nothing. At 41 of
+# 43 shapes on an H200, the path that these select is the faster one or within 5% of it.
+FUSED_COLUMN_MS, FUSED_COLUMNS, PAIR_SCORE_MS, PAIR_COLUMN_MS = 3.7e-10, 64, 2e-8, 2.1e-10
+# With more keys than this for a query, the memory-efficient backward pass has few programs. With 147 queries
+# and 4,647 keys, it took three times as long as the unfused path on an H100.
+MANY_KEYS = 4
+# Maximum bytes of scores that SDPA's unfused path may store.
+MAX_SCORES = 2**33
 # Columns of heads that SDPA's backends compute together, and the time of a launch in ms.
 COLUMNS, LAUNCH_MS = 64, 0.006
 # A rate may be this much better than the best one that was measured.
@@ -161,6 +170,21 @@ def unfused_leads(problem: Problem, padded_bytes: int, target: Target) -> bool:
         moved += MASK_BYTES * scores
     unfused = UNFUSED_MS + scores * (SCORE_MS + COLUMN_MS * problem.head_dim) + moved / bandwidth
     return unfused < UNFUSED_LEAD * fused
+
+
+def unfused_pair_leads(problem: Problem) -> bool:
+    """Whether SDPA's unfused path is as fast as its memory-efficient backend over both passes, in float32.
+
+    The problem is a forward pass with fewer heads of keys than of queries.
+    """
+    if score_bytes(problem) > MAX_SCORES:
+        return False
+    if problem.seqlen_kv > MANY_KEYS * problem.seqlen_q:
+        return True
+    seen = 0.5 if problem.is_causal else 1.0
+    fused = seen * FUSED_COLUMN_MS * max(problem.head_dim, FUSED_COLUMNS)
+    columns = 0 if problem.dtype is Dtype.TF32 else problem.head_dim
+    return PAIR_SCORE_MS + PAIR_COLUMN_MS * columns <= fused
 
 
 def _is_masked(record: Record) -> bool:

@@ -13,6 +13,8 @@ from flashtune.core.errors import TableError, UsageError
 EXEMPTIONS = numbers.read_exemptions(numbers.EXEMPTIONS)
 
 
+# Mutants are rendered once, for the tests of one process.
+@pytest.mark.xdist_group("mutants")
 @pytest.mark.slow
 def test_generated_text_matches_the_saved_results() -> None:
     differing = [

@@ -1,9 +1,5 @@
 """Tests of the comparison of host times of two checkouts."""
 
-from pathlib import Path
-
-import pytest
-
 from benchmarks.host import compare
 
 NAMES = (*(name for _, *pair in compare.RATIOS for name in pair), "empty_launch", "two_empty_launches")
@@ -18,23 +14,3 @@ def test_ratios_are_of_medians() -> None:
     assert lines["decode"] == ["6.00", "3.00", "0.500"]
     assert lines["decode over SDPA"] == ["3.000", "1.500"]
     assert lines["an empty second launch (us)"] == ["0.00", "3.00"]
-
-
-def test_checkouts_measure_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each process has the modules of its checkout first, and answers once for each round."""
-    program = tmp_path / "serve.py"
-    program.write_text(
-        "import json, os, sys\n"
-        "print('a line of a compiler')\n"
-        "print('figures: {}', flush=True)\n"
-        "for number, _ in enumerate(sys.stdin):\n"
-        "    first = os.environ['PYTHONPATH'].split(os.pathsep)[0]\n"
-        "    print('figures:', json.dumps({first: number}), flush=True)\n"
-    )
-    monkeypatch.setattr(compare, "__file__", str(program))
-    old, new = tmp_path / "old", tmp_path / "new"
-    for folder in (old, new):
-        folder.mkdir()
-    times = compare._rounds({"old": old, "new": new})
-    rounds = range(compare.ROUNDS)
-    assert times == {"old": [{str(old): n} for n in rounds], "new": [{str(new): n} for n in rounds]}

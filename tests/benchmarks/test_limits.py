@@ -3,12 +3,10 @@
 import csv
 import io
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 
 from benchmarks.kernels import limits
-from benchmarks.saved import save
 from flashtune.core.errors import KernelError
 
 COUNTERS = (limits.CYCLES, limits.L2_BYTES, *limits.SHARES.values())
@@ -72,13 +70,3 @@ def test_a_missing_counter_is_an_error() -> None:
     kernels = [("main", 1.0), ("spin_kernel", 1.0)]
     with pytest.raises(KernelError, match="has no counter sm__pipe_tensor"):
         limits.rows_of(lines(kernels, COUNTERS[:2]), SHAPES[:1])
-
-
-def test_the_table_has_a_row_for_each_shape(tmp_path: Path) -> None:
-    path = tmp_path / "limits.json"
-    assert limits.texts(path) == {"limits": "Not measured."}
-    shares = dict.fromkeys(limits.SHARES, 41.6)
-    save(path, [limits.Row(shape, "main", 1.0, 6.5e9, shares) for shape in limits.SHAPES])
-    text = limits.texts(path)["limits"]
-    assert text.count("| 42 | 42 | 42 | 42 | 42 | 42 | 6.5 |") == len(limits.SHAPES)
-    assert "bf16, head dim 128, 16 heads, causal, 4096, batch 4" in text

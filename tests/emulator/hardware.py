@@ -193,15 +193,17 @@ class Descriptor:
 
     def places(self, coordinates: list[Any]) -> tuple[Array, Array]:
         """Offsets of a box's elements in memory, and whether they lie within the tensor."""
-        offsets, inside = np.zeros(self.box, dtype=object), np.ones(self.box, dtype=bool)
+        # Unsigned numbers of 64 bits wrap as addresses do.
+        addresses, inside = np.zeros(self.box, np.uint64), np.ones(self.box, dtype=bool)
         for axis, (at, extent) in enumerate(zip(coordinates, self.shape, strict=True)):
             sides = [1] * len(self.box)
             sides[axis] = self.box[axis]
             along = int(plain(at)) + np.arange(self.box[axis]).reshape(sides)
             inside = inside & (along >= 0) & (along < extent)
-            offsets = offsets + along.astype(object) * self.strides[axis]
-        wrapped = offsets * self.size % ADDRESSES // self.size
-        return np.where(inside, wrapped, 0).astype(np.int64), inside
+            addresses = addresses + along.astype(np.uint64) * np.uint64(
+                self.strides[axis] * self.size % ADDRESSES
+            )
+        return np.where(inside, addresses // np.uint64(self.size), 0).astype(np.int64), inside
 
 
 class Pointer:

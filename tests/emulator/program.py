@@ -348,7 +348,7 @@ def _functions(source: str, entry: str, emulated: Collection[str]) -> CodeType:
     class Widths(ast.NodeTransformer):
         def visit_Call(self, node: ast.Call) -> ast.AST:
             self.generic_visit(node)
-            if not isinstance(node.func, ast.Attribute):
+            if not isinstance(node.func, ast.Attribute) or node.func.attr != "to":
                 return node
             # Values that are loaded from a workspace are words already.
             if ast.unparse(node).endswith((".to(gl.uint32)", ".to(gl.uint32, bitcast=True)")):

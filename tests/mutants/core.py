@@ -91,6 +91,7 @@ def rendered(subject: Subject) -> Kernel:
     return render(find_family(subject.family), subject.problem, subject.config, subject.specialization)
 
 
+@functools.cache
 def broken(mutant: Mutant) -> Kernel:
     """The mutant's kernel.
 

@@ -5,8 +5,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import pytest
-
 from flashtune import testing
 from flashtune.core.kernel import Specialization
 from flashtune.core.target import find_target
@@ -59,18 +57,6 @@ def test_flags_and_relocations_of_sections_are_compared() -> None:
         assert [key for key in before if before[key] != after[key]] == ([section] if section else [])
 
 
-@pytest.mark.slow
-def test_amd_launch_parameters_are_compared_but_not_names() -> None:
-    binary, name = compiled("amd-mi300x")
-    before = parts(binary, name)
-    width = b".wavefront_size"
-    assert binary.count(width + bytes([64])) == 1
-    after = parts(binary.replace(width + bytes([64]), width + bytes([32])), name)
-    assert [key for key in before if before[key] != after[key]] == [".note"]
-    other = name[:-1] + "x"
-    assert parts(binary.replace(name.encode(), other.encode()), other) == before
-
-
 class Metadata(NamedTuple):
     """Launch metadata, as Triton gives it."""
 
@@ -92,9 +78,3 @@ def test_libraries_are_compared_by_content(tmp_path: Path) -> None:
     assert first == same
     assert first != other
     assert missing not in (first, other)
-
-
-def test_library_path_of_a_removed_installation_is_resolved(tmp_path: Path) -> None:
-    installed = equivalence.LIBRARIES / "libdevice.10.bc"
-    assert installed.is_file()
-    assert metadata_with(tmp_path / "gone" / installed.name) == metadata_with(installed)

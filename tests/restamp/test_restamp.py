@@ -10,7 +10,7 @@ import pytest
 from flashtune import testing
 from flashtune.core.kernel import Kernel, Specialization
 from flashtune.core.problem import Direction
-from flashtune.core.record import Measurement, Outcome, Provenance, Record, Verdict, Versions
+from flashtune.core.record import Measurement, Record, Verdict, Versions
 from flashtune.core.target import find_target
 from flashtune.db.codec import Check
 from flashtune.db.table import Timing, TunedTable, dump_table, load_table
@@ -19,11 +19,11 @@ from flashtune.launch.compilation import kernel_folder
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from flashtune.tuner.tables.admission import digest_of
-from flashtune.tuner.tables.table_files import json_table
 from flashtune.tuner.tables.table_receipts import sibling
 from scripts.restamp.equivalence import difference
 from scripts.restamp.restamp import Fate, restamp
 from scripts.restamp.table import restamp_table
+from tests.support.records import make_record
 
 FAMILY = find_family("forward_q_outer")
 TARGET = find_target("nvidia-h200")
@@ -54,19 +54,7 @@ def renamed(kernel: Kernel = TODAY) -> Kernel:
 
 
 def record_of(kernel: Kernel) -> Record:
-    return Record(
-        problem=PROBLEM,
-        target=TARGET.name,
-        family=FAMILY.name,
-        config=CONFIG,
-        specialization=Specialization(),
-        kernel=kernel.digest,
-        outcome=Outcome.OK,
-        provenance=Provenance.MEASURED,
-        versions=VERSIONS,
-        verdict=VERDICT,
-        measurement=Measurement(0.5, 0.49, 0.51, 100),
-    )
+    return make_record(PROBLEM, config=CONFIG, kernel=kernel.digest, versions=VERSIONS, verdict=VERDICT)
 
 
 @pytest.fixture(autouse=True)
@@ -112,12 +100,6 @@ def test_other_descriptors_are_a_difference() -> None:
     assert difference(other, kernel, PROBLEM, config, TARGET).startswith("descriptors of ")
 
 
-def test_record_without_kernel_source_is_not_changed() -> None:
-    record = record_of(renamed())
-    (done,) = restamp([record])
-    assert (done.fate, done.record) == (Fate.NO_SOURCE, record)
-
-
 def test_source_with_another_digest_is_not_used(cache: Path) -> None:
     path = keep(renamed(), cache)
     path.write_text(path.read_text() + "\nraise SystemExit\n", encoding="utf-8")
@@ -139,15 +121,6 @@ def test_equal_digest_under_another_template_version_is_restamped() -> None:
     assert done.record.versions.template != VERSIONS.template
     (again,) = restamp([done.record])
     assert again.fate is Fate.CURRENT
-
-
-def test_restamp_of_a_table_reads_sources_from_a_folder(tmp_path: Path) -> None:
-    keep(renamed(), tmp_path / "earlier")
-    path = tmp_path / "table.json"
-    path.write_bytes(json_table(TARGET.name, [record_of(renamed())]))
-    restamp_table(path, [tmp_path / "earlier"])
-    (record,) = load_table(path).records
-    assert record.kernel == TODAY.digest
 
 
 def test_swapped_gradients_are_a_difference() -> None:

@@ -77,26 +77,6 @@ def test_sibling_receipt_is_moved_only_if_equal_at_each_problem(tmp_path: Path, 
     assert moved.digest == SIBLING.digest
 
 
-def test_receipt_is_moved_to_the_config_of_its_kernel(tmp_path: Path, cache: Path) -> None:
-    configs = [CONFIG, msgspec.structs.replace(CONFIG, block_n=32)]
-    own, lse = (
-        [render(FAMILY, PROBLEM, config, Specialization(lse=lse)) for config in configs]
-        for lse in (False, True)
-    )
-    large = msgspec.structs.replace(PROBLEM, seqlen_q=8192, seqlen_kv=8192)
-    records = tuple(
-        msgspec.structs.replace(record_of(kernel), config=config, problem=problem)
-        for kernel, config, problem in zip(own, configs, (PROBLEM, large), strict=True)
-    )
-    earlier = [changed(("running_max", "row_max"), kernel=kernel) for kernel in lse]
-    for kernel in earlier:
-        keep(kernel, cache)
-    receipts = tuple(check_of(kernel.digest, VERSIONS) for kernel in earlier)
-    table = TunedTable(target=TARGET.name, records=records, receipts=receipts)
-    done = restamped(tmp_path / "table.json", table)
-    assert {receipt.digest for receipt in done.receipts} == {kernel.digest for kernel in lse}
-
-
 def test_receipts_of_another_triton_are_moved_to_a_current_record(tmp_path: Path, cache: Path) -> None:
     """A second run, under the other Triton, moves the receipts that the first one left."""
     old, other = renamed(), renamed(SIBLING)

@@ -18,6 +18,7 @@ from flashtune.templates.registry import family_names, template_hash
 from flashtune.templates.rendering import CHECKS
 from tests.support.golden_kernels import COMBINATIONS, kernel_of
 from tests.templates.conftest import ReadBy
+from tests.templates.test_golden import rendered_kernel
 
 DTYPES = {
     "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "e4m3": torch.float8_e4m3fn,
@@ -29,7 +30,7 @@ Change = Callable[[Call], object]
 
 @functools.cache
 def wrapper_of(name: str) -> Callable[..., Any]:
-    module = load_module(kernel_of(name))
+    module = load_module(rendered_kernel(name))
     wrapper: Callable[..., Any] = getattr(module, "attention_backward", None) or module.attention
     return wrapper
 

@@ -2,13 +2,11 @@
 
 import ast
 import textwrap
-from collections.abc import Mapping
 
 import pytest
 
-from flashtune.templates import dead_branches, rendering
+from flashtune.templates import dead_branches
 from flashtune.templates.dead_branches import remove_dead_branches
-from tests.support.golden_kernels import COMBINATIONS, kernel_of
 
 FLAGS = {"YES": True, "NO": False}
 
@@ -117,18 +115,3 @@ def test_parse_is_repeated_after_a_system_error(monkeypatch: pytest.MonkeyPatch)
 def test_removed_statements_leave_no_double_blank_lines() -> None:
     source = "def f():\n    a = 1\n\n    if NO:\n        b = 2\n\n    return a\n"
     assert removed(source) == "def f():\n    a = 1\n\n    return a\n"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", COMBINATIONS)
-def test_rendered_kernels_contain_no_flags(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: dict[str, bool] = {}
-
-    def recorded(source: str, flags: Mapping[str, bool]) -> str:
-        seen.update(flags)
-        return remove_dead_branches(source, flags)
-
-    monkeypatch.setattr(rendering, "remove_dead_branches", recorded)
-    names = {node.id for node in ast.walk(ast.parse(kernel_of(name).source)) if isinstance(node, ast.Name)}
-    assert seen
-    assert names & seen.keys() == set()

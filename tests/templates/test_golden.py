@@ -8,12 +8,15 @@ import ast
 import functools
 import re
 from fnmatch import fnmatchcase
+from unittest import mock
 
 import pytest
 
 from flashtune.core.kernel import Kernel
 from flashtune.core.target import find_target
 from flashtune.launch.compilation import compile_kernel
+from flashtune.templates import rendering
+from flashtune.templates.dead_branches import remove_dead_branches
 from flashtune.templates.docstring_rows import COMMENT, DOCSTRING
 from tests.support.golden_kernels import (
     COMBINATIONS,
@@ -59,9 +62,16 @@ def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+FLAGS: dict[str, set[str]] = {}
+
+
 @functools.cache
 def rendered_kernel(name: str) -> Kernel:
-    return KERNELS[name]()
+    """Renders a kernel, and notes its flags."""
+    with mock.patch.object(rendering, "remove_dead_branches", wraps=remove_dead_branches) as removal:
+        kernel = KERNELS[name]()
+    FLAGS[name] = set[str]().union(*(call.args[1] for call in removal.call_args_list))
+    return kernel
 
 
 def test_kernels_match_their_checksums(updates_golden: bool) -> None:
@@ -135,6 +145,13 @@ def test_functions_have_no_unused_names(name: str) -> None:
         read = {node.id for node in names if isinstance(node.ctx, ast.Load)}
         unused = {node.id for node in names if isinstance(node.ctx, ast.Store)} - read
         assert unused - {"_"} - (SPARE if kernel.family == HOPPER else set()) == set()
+
+
+@pytest.mark.slow
+def test_rendered_kernels_contain_no_flags(name: str) -> None:
+    names = {node.id for node in ast.walk(tree_of(name)) if isinstance(node, ast.Name)}
+    assert FLAGS[name]
+    assert names & FLAGS[name] == set()
 
 
 # Tests of one kernel follow each other.

@@ -9,20 +9,11 @@ from flashtune.core.problem import Dtype
 from flashtune.core.target import find_target
 from flashtune.launch.compilation import compile_kernel
 from flashtune.templates.family import Family, unsupported_reason
-from flashtune.templates.registry import families, family_names, find_family
+from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 
 H200 = find_target("h200")
 PROBLEM = testing.problem("heads=8,seqlen=512,head_dim=128,dtype=bf16")
-
-
-def test_folder_registers_a_family(native: Family) -> None:
-    assert native in families()
-    assert find_family("forward_native") is native
-
-
-def test_family_is_removed_after_a_test() -> None:
-    assert "forward_native" not in family_names()
 
 
 def test_family_renders_and_compiles_for_its_gpu(native: Family) -> None:

@@ -9,7 +9,7 @@ from benchmarks.exhaustive import run
 from benchmarks.exhaustive.inner_loop import Loop
 from benchmarks.exhaustive.jobs import Batch, Described
 from benchmarks.exhaustive.run import Drawing, make_table
-from benchmarks.exhaustive.truth_table import TruthTable, read_table
+from benchmarks.exhaustive.truth_table import read_table
 from flashtune.core.record import Measurement, Outcome, PeerTime, Resources
 from flashtune.core.target import find_target
 from flashtune.tuner.candidates import Candidate
@@ -72,16 +72,11 @@ class FakeWorkers:
         return done(Batch(measured, ANCHOR_MS))
 
 
-def made(workers: FakeWorkers, path: Path, **drawing: Any) -> TruthTable:
-    fake: Any = workers
-    return make_table(
-        fake, a_problem(), "forward_hopper", find_target("h200"), Drawing(**{"configs": 40, **drawing}), path
-    )
-
-
-def test_every_drawn_config_is_a_row(tmp_path: Path) -> None:
+def test_every_drawn_config_is_a_row_and_the_best_are_timed_again(tmp_path: Path) -> None:
     workers, path = FakeWorkers(), tmp_path / "folder" / "table.json.xz"
-    table = made(workers, path)
+    fake: Any = workers
+    drawing = Drawing(configs=40)
+    table = make_table(fake, a_problem(), "forward_hopper", find_target("h200"), drawing, path)
     assert read_table(path) == table
     assert len(table.rows) == table.drawn == 40
     stages = [table.candidate(row).config.num_stages for row in table.rows]
@@ -91,11 +86,7 @@ def test_every_drawn_config_is_a_row(tmp_path: Path) -> None:
     assert all(row.loop for row in table.rows if row.outcome is Outcome.OK)
     assert table.anchors == (ANCHOR_MS,) * len(workers.batches)
     assert all(len(batch) <= run.BATCH for batch in workers.batches)
-
-
-def test_only_the_best_are_timed_again(tmp_path: Path) -> None:
-    workers = FakeWorkers()
-    table = made(workers, tmp_path / "table.json.xz")
+    # Only the best are timed again.
     assert workers.final
     assert all(map(of_two_groups, workers.final))
     for row in table.rows:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import flashtune
+from flashtune import testing
 from flashtune.core.kernel import Specialization
 from flashtune.core.notices import search_command
 from flashtune.core.problem import Causal, Direction, Dtype, Problem
@@ -22,7 +23,7 @@ from flashtune.dispatch.faster_peers import faster_peer, is_untrusted, untimed_p
 from flashtune.dispatch.forecast import forecast
 from flashtune.dispatch.lookup import nearest_selection, select
 from flashtune.dispatch.nearest import DECODING_FAMILY, tuned_alike
-from flashtune.dispatch.sdpa_times import expected_peers
+from flashtune.dispatch.sdpa_times import expected_peers, unfused_pair_leads
 from flashtune.dispatch.tables import Tables
 from flashtune.launch.kernel_cache import kernel_of
 from flashtune.request.request import Prefer
@@ -225,6 +226,27 @@ def test_both_passes_of_untuned_shapes_are_served_by_estimated_times(
     told = flashtune.explain(q.requires_grad_(), k, v, causal=True)
     assert (told.backend, present(told.backward).backend) == (backend, backend)
     assert ("both passes together" in told.reason) == (backend == "sdpa")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "options", "leads"),
+    [
+        ("fp32", 64, "", False),
+        ("fp32", 128, ",causal", False),
+        ("fp32", 160, "", True),
+        ("fp32", 256, "", True),
+        ("fp32", 256, ",causal", False),
+        ("tf32", 64, "", True),
+        ("tf32", 64, ",causal", False),
+        ("tf32", 256, ",causal", True),
+    ],
+)
+def test_unfused_gradients_of_float32_lead_where_they_were_faster(
+    dtype: str, head_dim: int, options: str, leads: bool
+) -> None:
+    """Both passes of 2 x 16 heads at S=2048 and 4096 were timed on an H200."""
+    attention = testing.problem(f"heads=16,seqlen=4096,batch=2,dtype={dtype},head_dim={head_dim}{options}")
+    assert unfused_pair_leads(attention) == leads
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,6 @@ from flashtune.templates.backward_hopper.space import HopperBackwardConfig, widt
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from tests.emulator.backward import BackwardProgram, Sums, emulate_backward
-from tests.emulator.hardware import BarrierError
 from tests.emulator.program import functions_of
 from tests.problems.plain_masks import plain_attention
 
@@ -240,38 +239,6 @@ def test_either_group_may_take_the_last_turn(
     blocks = math.ceil(problem.seqlen_kv / 128)
     assert len(sums.added) == heads * math.ceil(queries / 64)
     assert all(sorted(term.program for term in added) == [*range(blocks)] for added in sums.added.values())
-
-
-BROKEN = {
-    False: [
-        ("if (step > 0) & (", "if (step >= 0) & ("),
-        ("if (steps & 1) != GROUP:", "if steps < 0:"),
-        ("last_address = ds_state, address", "last_address = ds_state, last_address"),
-        ("shared.ds_empty.index(last_state.stage)", "shared.ds_empty.index(ds_state.stage)"),
-        ("ds_empty = make_barriers(DS_STAGES, 1)", "ds_empty = make_barriers(DS_STAGES, 2)"),
-        ("(step // 2) & 1)", "step & 1)"),
-    ],
-    True: [
-        ("(n_start + keys).to(gl.uint32)", "keys.to(gl.uint32)"),
-        ("[stat + 3, row]", "[stat + 2, row]"),
-        ("gl.abs(p) *", "gl.maximum(p, 0.0) *"),
-        ("p_low = gl.maximum(p, 0.0)", "p_low = gl.abs(p)"),
-        ("DOUT_BYTES = gl.constexpr(", "DOUT_BYTES = gl.constexpr(0 * "),
-    ],
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("dropout", "right", "wrong"), [(dropout, *row) for dropout, rows in BROKEN.items() for row in rows]
-)
-def test_emulator_detects_broken_alternation_of_dq_and_dropout(dropout: bool, right: str, wrong: str) -> None:
-    problem = a_problem(64, dropout=True) if dropout else a_problem(128, heads=3, deterministic=True)
-    kernel, config = kernel_of(problem)
-    assert right in kernel.source
-    broken = msgspec.structs.replace(kernel, source=kernel.source.replace(right, wrong))
-    with pytest.raises((AssertionError, BarrierError)):
-        emulated(problem, 1, rendered=(broken, config))
 
 
 @pytest.mark.slow

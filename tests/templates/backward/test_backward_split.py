@@ -26,11 +26,8 @@ CONFIG = SplitConfig(
 )
 ASKED: dict[str, dict[str, Any]] = {
     "nothing": {},
-    "window": {"window_left": 256, "sink_tokens": 4, "sinks": True},
     "scores": {"softcap": True, "alibi": True, "bias": Bias.ADDITIVE},
-    "boolean": {"bias": Bias.BOOLEAN, "causal": Causal.NONE},
     "packed": {"packed": 512, "chunk": 128, "alibi": True},
-    "lengths": {"kv_lengths": True, "prefix": True},
 }
 
 

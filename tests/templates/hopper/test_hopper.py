@@ -1,7 +1,6 @@
 """Tests of the Hopper family without a GPU: supported problems and kernel digests."""
 
 import itertools
-from typing import Any
 
 import msgspec
 import pytest
@@ -120,45 +119,3 @@ def test_source_does_not_depend_on_lengths_heads_and_batch() -> None:
     first, other = a_problem(), a_problem(heads=12, kv_heads=4, batch=7, seqlen_q=31, seqlen_kv=4096)
     for config in (a_config(first), a_config(first, pack_gqa=8, order="serpentine", head_swizzle=8)):
         assert render(FAMILY, first, config, PLAIN) == render(FAMILY, other, config, PLAIN)
-
-
-@pytest.mark.slow
-def test_digest_covers_every_input_of_the_binary() -> None:
-    problem = a_problem(256)
-    variants: tuple[dict[str, Any], ...] = (
-        {},
-        {"num_consumer_groups": 1, "ping_pong": False},
-        {"rows_per_group": 128},
-        {"block_n": 128},
-        {"num_stages": 3},
-        {"q_stages": 2},
-        {"split_epilogue": False},
-        {"ping_pong": True},
-        {"defer_pv_wait": False},
-        {"conditional_rescale": False},
-        {"pack_gqa": 2},
-        {"head_swizzle": 8},
-        {"order": "lpt"},
-        {"order": "serpentine"},
-        {"balanced_grid": False},
-    )
-    kernels = [render(FAMILY, problem, a_config(problem, **changes), PLAIN) for changes in variants]
-    kernels += [
-        render(FAMILY, problem, a_config(problem), Specialization(lse=True)),
-        render(FAMILY, a_problem(256, dtype=Dtype.FP16), a_config(problem), PLAIN),
-        render(FAMILY, a_problem(256, causal=Causal.TOP_LEFT), a_config(problem), PLAIN),
-        render(FAMILY, a_problem(256, causal=Causal.BOTTOM_RIGHT), a_config(problem), PLAIN),
-        render(FAMILY, a_problem(256, window_left=100), a_config(problem), PLAIN),
-        render(FAMILY, a_problem(256, window_left=101), a_config(problem), PLAIN),
-        render(FAMILY, a_problem(256, window_right=100), a_config(problem), PLAIN),
-        render(FAMILY, a_problem(256, packed=1), a_config(problem), PLAIN),
-        *(
-            render(FAMILY, a_problem(256, window_left=101, **feature), a_config(problem), PLAIN)
-            for feature in (
-                *({"softcap": True}, {"alibi": True}, {"sinks": True}, {"prefix": True}),
-                *({"kv_lengths": True}, {"chunk": 64}, {"chunk": 65}, {"sink_tokens": 4}, {"sink_tokens": 5}),
-            )
-        ),
-        *(render(FAMILY, a_problem(256, page_size=size), a_config(problem), PLAIN) for size in (16, 64, 256)),
-    ]
-    assert len({kernel.digest for kernel in kernels}) == len(kernels)

@@ -40,8 +40,6 @@ DESCRIBED = [
     a_problem(128, kv_heads=4, page_size=16, kv_dtype=KvDtype.INT8, kv_scale=KvScale.PAGE),
 ]
 
-PACKED = a_problem(64, batch=1, packed=1)
-
 
 def kernel_of(problem: Problem, config: HopperConfig) -> Kernel:
     return render(FAMILY, problem, config, PLAIN)
@@ -290,14 +288,6 @@ def test_varlen_workspace_has_the_maximum_number_of_tiles() -> None:
         assert integers == (8, 4, 5000, 4, sequences, steps)
 
 
-def test_varlen_kernels_receive_sequence_offsets() -> None:
-    kernel = kernel_of(PACKED, a_config(PACKED))
-    names = [argument.name for argument in kernel.arguments]
-    counts = ["heads", "group_size", "tokens", "heads_per_swizzle", "sequences", "steps"]
-    assert names[-10:] == ["lse", "cu_seqlens_q", "cu_seqlens_kv", "scale", *counts]
-    assert kernel.side == ("cu_seqlens_q", "cu_seqlens_kv")
-
-
 @pytest.mark.usefixtures("on_h200")
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
 def test_plans_of_pages_match_arguments(packed: bool) -> None:
@@ -318,19 +308,3 @@ def test_plans_of_pages_match_arguments(packed: bool) -> None:
     assert values["stride_table"] == 50
     assert (values["k_page_step"], values["k_head_step"]) == (64, 1)
     assert (values["heads"], values["group_size"]) == (8, 4)
-
-
-def test_integer_arguments_are_in_order() -> None:
-    problem = a_problem(64)
-    kernel = kernel_of(problem, a_config(problem))
-    names = [argument.name for argument in kernel.arguments]
-    assert names[-7:] == [
-        "scale",
-        "heads",
-        "group_size",
-        "all_heads",
-        "seqlen_q",
-        "seqlen_kv",
-        "heads_per_swizzle",
-    ]
-    assert {argument.type for argument in kernel.arguments[-6:]} == {"i32"}

@@ -11,7 +11,8 @@ from collections.abc import Iterable
 import pytest
 
 from flashtune.templates.dead_branches import parsed
-from tests.support.golden_kernels import COMBINATIONS, kernel_of
+from tests.support.golden_kernels import COMBINATIONS
+from tests.templates.test_golden import rendered_kernel
 
 GLUON = [name for name in COMBINATIONS if name.startswith("hopper")]
 Values = dict[str, object]
@@ -72,11 +73,11 @@ def _assigned(node: ast.AST) -> set[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", GLUON)
 def test_variables_of_loops_are_carried(name: str) -> None:
-    assert lost_carries(kernel_of(name).source) == set()
+    assert lost_carries(rendered_kernel(name).source) == set()
 
 
 def test_lost_carries_are_found() -> None:
-    source = kernel_of("hopper_bf16_d128_packed_sequences_pages").source
+    source = rendered_kernel("hopper_bf16_d128_packed_sequences_pages").source
     right = "v_pages = gl.zeros([32], gl.int32, LANES)"
     assert right in source
     assert lost_carries(source.replace(right, "v_pages = k_pages")) == {"v_pages"}

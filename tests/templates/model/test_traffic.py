@@ -47,25 +47,6 @@ def test_floor_sum(count: int, divisor: int, step: int, start: int) -> None:
     assert floor_sum(count, divisor, step, start) == sum((start + step * i) // divisor for i in range(count))
 
 
-@given(LENGTH, LENGTH, BLOCK, BLOCK, st.sampled_from(list(Causal)))
-def test_traffic_matches_brute_force_loops(
-    seqlen_q: int, seqlen_kv: int, block_m: int, block_n: int, causal: Causal
-) -> None:
-    problem = a_problem(seqlen_q, seqlen_kv, causal)
-    masked = causal is not Causal.NONE
-    keys = 0
-    for first_query in range(0, seqlen_q, block_m):
-        last_key = min(first_query + block_m + problem.diagonal, seqlen_kv) if masked else seqlen_kv
-        keys += sum(min(block_n, seqlen_kv - start) for start in range(0, last_key, block_n))
-    assert streamed_keys(problem, block_m, block_n) == keys
-    queries = 0
-    last_key = min(seqlen_q + problem.diagonal, seqlen_kv) if masked else seqlen_kv
-    for start in range(0, last_key, block_n):
-        first_seer = max(start - problem.diagonal, 0) // block_m * block_m if masked else 0
-        queries += seqlen_q - first_seer
-    assert cycled_queries(problem, block_m, block_n) == queries
-
-
 @given(
     LENGTH,
     st.integers(1, 400),
@@ -96,6 +77,20 @@ def test_windows_skip_whole_blocks(
         hidden = 0 if left is None else max(0, position - left) // block_n
         keys -= min(hidden, seqlen_kv // block_n) * block_n
     assert streamed_keys(problem, block_m, block_n) == keys
+
+
+@given(LENGTH, LENGTH, BLOCK, BLOCK, st.sampled_from(list(Causal)))
+def test_cycled_queries_match_brute_force_loops(
+    seqlen_q: int, seqlen_kv: int, block_m: int, block_n: int, causal: Causal
+) -> None:
+    problem = a_problem(seqlen_q, seqlen_kv, causal)
+    masked = causal is not Causal.NONE
+    queries = 0
+    last_key = min(seqlen_q + problem.diagonal, seqlen_kv) if masked else seqlen_kv
+    for start in range(0, last_key, block_n):
+        first_seer = max(start - problem.diagonal, 0) // block_m * block_m if masked else 0
+        queries += seqlen_q - first_seer
+    assert cycled_queries(problem, block_m, block_n) == queries
 
 
 def test_varlen_counts_as_sequences_between_the_mean_and_the_longest_length() -> None:
@@ -131,18 +126,6 @@ def test_kv_outer_order_has_more_traffic_than_q_outer(seqlen: int, causal: Causa
     )
 
 
-@pytest.mark.parametrize("name", ["forward_q_outer", "forward_kv_outer"])
-@pytest.mark.parametrize("causal", list(Causal))
-def test_cache_reduces_traffic_down_to_the_minimum(name: str, causal: Causal) -> None:
-    for seqlen_q, seqlen_kv in ((1, 4096), (100, 100), (8192, 8192), (1 << 30, 1 << 30)):
-        problem = a_problem(seqlen_q, seqlen_kv, causal)
-        without, cached = (total(family_items(name, problem, cache)) for cache in (False, True))
-        assert cached <= without
-        # A causal query near the start needs few keys, so the minimum counts keys that none needs.
-        if causal is not Causal.TOP_LEFT:
-            assert cached >= problem.minimal_bytes()
-
-
 @pytest.mark.parametrize("target", [H200, None])
 def test_packed_query_heads_read_their_keys_once(target: Target | None) -> None:
     (problem,) = parse_shape("heads=32,kv_heads=8,seqlen_q=1,seqlen_kv=8192,head_dim=128,batch=16")
@@ -175,14 +158,6 @@ def test_unfused_gradients_transfer_probabilities_and_scores() -> None:
     assert len({item.name for item in items}) == len(items)
 
 
-@pytest.mark.parametrize("name", ["forward_q_outer", "forward_kv_outer"])
-def test_items_have_unique_names_and_are_not_negative(name: str) -> None:
-    for with_cache in (False, True):
-        items = family_items(name, a_problem(300, 500, Causal.BOTTOM_RIGHT), with_cache)
-        assert len({item.name for item in items}) == len(items)
-        assert all(item.bytes >= 0 for item in items)
-
-
 @pytest.mark.slow
 def test_miss_rate_is_zero_within_the_cache_and_grows_with_size() -> None:
     assert missed(H200.l2_bytes / 2, H200) == 0
@@ -190,9 +165,9 @@ def test_miss_rate_is_zero_within_the_cache_and_grows_with_size() -> None:
     assert missed_at_random(2) == pytest.approx(0.7968, abs=1e-4)
     assert missed_at_random(1e9) == 1
     last = 0.0
-    for step in range(100_000):
+    for step in range(10_000):
         # Densest at 1, where both sides of the equation touch.
-        ratio = 1 + 1e-8 * 1.0003**step
+        ratio = 1 + 1e-8 * 1.003**step
         share = missed_at_random(ratio)
         assert share == pytest.approx(1 - math.exp(-share * ratio), abs=1e-9)
         assert last - 1e-9 <= share <= last + 2 * (ratio - 1)

@@ -1,12 +1,18 @@
 """Problems for `flashtune bench` that are small enough for the CPU."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from flashtune import testing
-from flashtune.core.problem import Bias, BlockLists, Causal, KvDtype, KvScale
+from flashtune.core.problem import Bias, BlockLists, Causal, KvDtype, KvScale, Problem
+from flashtune.request.call import Call, dense_call, varlen_call
+from flashtune.request.read_call import read_call
+from flashtune.request.side_inputs import side_views
+from flashtune.runtime.unfused import unfused_attention
 
 CPU = torch.device("cpu")
 
@@ -55,3 +61,43 @@ FEATURES = DENSE | VARLEN | CACHES
 a_problem = functools.partial(
     testing.problem, "heads=4,kv_heads=2,seqlen_q=70,seqlen_kv=90,head_dim=16,dtype=bf16,causal,batch=2"
 )
+
+
+def by_unfused(make: Callable[..., Call]) -> Callable[..., Tensor]:
+    """Returns an entry point that computes on the CPU, with gradients."""
+
+    def attend(*inputs: Tensor, **options: Any) -> Tensor:
+        call = make(*inputs, **options)
+        request = read_call(call)
+        views = request.views(call.q, call.k, call.v)
+        side = side_views(request.problem, call.side, views[1].shape[0])
+        return request.layout.as_given(
+            unfused_attention(request.problem, *views, side, scale=request.default_scale)[0]
+        )
+
+    return attend
+
+
+class FakeFlashAttention4:
+    """The interface of flash-attn-4 over unfused attention, in its own layout."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, None]:
+        assert all(tensor.is_contiguous() for tensor in (q, k, v))
+        assert not ("window_size" in options and options["causal"])
+        left, right = options.get("window_size", (None, 0 if options["causal"] else None))
+        call = dict[str, Any](
+            causal="bottom_right" if right == 0 else "none",
+            window=(left, None if right == 0 else right),
+            softcap=options.get("softcap"),
+            sinks=options.get("learnable_sink"),
+        )
+        if not self.problem.packed:
+            return by_unfused(dense_call)(q, k, v, layout="bshd", **call), None
+        starts = options["cu_seqlens_q"], options["cu_seqlens_k"]
+        longest = options["max_seqlen_q"], options["max_seqlen_k"]
+        return by_unfused(varlen_call)(q, k, v, *starts, *longest, **call), None
+
+    flash_attn_func = flash_attn_varlen_func = attend

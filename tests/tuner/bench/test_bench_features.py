@@ -3,8 +3,9 @@
 import functools
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
@@ -13,11 +14,9 @@ from torch import Tensor
 
 import flashtune
 from flashtune.core.errors import UsageError
-from flashtune.core.problem import Bias, Causal, Direction, Dtype, KvDtype, KvScale, Problem
+from flashtune.core.problem import Bias, Causal, Direction, Dtype, KvDtype, KvScale
 from flashtune.request.call import Call, dense_call, paged_call, varlen_call
 from flashtune.request.read_call import read_call
-from flashtune.request.side_inputs import side_views
-from flashtune.runtime.unfused import unfused_attention
 from flashtune.tuner.bench.admission import Admitted, admit
 from flashtune.tuner.bench.backward import gradient_binders, gradient_judge
 from flashtune.tuner.bench.bench import require_work, run_bench
@@ -31,7 +30,18 @@ from flashtune.tuner.bench.results import OURS
 from flashtune.tuner.execution.inputs import make_tensors
 from flashtune.tuner.execution.sdpa import BACKENDS
 from tests.problems.features import expected
-from tests.tuner.bench.bench_problems import CACHES, CPU, DENSE, FEATURES, PACKED, PAGES, VARLEN, a_problem
+from tests.tuner.bench.bench_problems import (
+    CACHES,
+    CPU,
+    DENSE,
+    FEATURES,
+    PACKED,
+    PAGES,
+    VARLEN,
+    FakeFlashAttention4,
+    a_problem,
+    by_unfused,
+)
 from tests.tuner.conftest import GpuMemory
 
 MAKERS: dict[Callable[..., Any], Callable[..., Call]] = {
@@ -39,13 +49,6 @@ MAKERS: dict[Callable[..., Any], Callable[..., Call]] = {
     flashtune.attention_varlen: varlen_call,
     flashtune.attention_paged: paged_call,
 }
-
-
-@pytest.fixture
-def eager(monkeypatch: pytest.MonkeyPatch, gpu_memory: GpuMemory) -> None:
-    gpu_memory.free = 2**34
-    compiled = functools.partial(torch.compile, backend="eager")
-    monkeypatch.setattr(torch, "compile", compiled)
 
 
 @pytest.mark.parametrize("name", [*DENSE, *VARLEN, *CACHES])
@@ -68,17 +71,32 @@ def test_flashtune_is_called_with_the_features_of_the_problem(name: str) -> None
     assert judge(call.heads_first(wrong)) == math.inf
 
 
+@pytest.fixture
+def compiled(gpu_memory: GpuMemory) -> Iterator[mock.Mock]:
+    """`torch.compile` without code generation, and `torch.compiler.reset`."""
+    gpu_memory.free = 2**34
+    eager = functools.partial(torch.compile, backend="eager")
+    with (
+        mock.patch.object(torch, "compile", side_effect=eager) as compiled,
+        mock.patch.object(torch.compiler, "reset", wraps=torch.compiler.reset) as compiled.reset,
+    ):
+        yield compiled
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("name", [*DENSE, *VARLEN])
-def test_flex_attention_computes_features(name: str, eager: None) -> None:
+def test_flex_attention_computes_features_and_is_compiled_for_a_shape(name: str, compiled: mock.Mock) -> None:
     problem = msgspec.structs.replace(a_problem(**FEATURES[name]), sinks=False)
     tensors = make_tensors(problem, CPU)
     assert output_judge(problem, tensors)(bind_peer(FLEX, problem, tensors).run()) <= 1
+    assert compiled.call_args_list[0].kwargs == {"dynamic": False, "fullgraph": True}
+    assert compiled.reset.call_count == 1
 
 
+@pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("name", [*DENSE])
-def test_unfused_attention_and_sdpa_compute_features(name: str, eager: None) -> None:
+def test_unfused_attention_and_sdpa_compute_features(name: str) -> None:
     problem = a_problem(**FEATURES[name])
     tensors = make_tensors(problem, CPU)
     judge = output_judge(problem, tensors)
@@ -89,33 +107,6 @@ def test_unfused_attention_and_sdpa_compute_features(name: str, eager: None) -> 
         else:
             with pytest.raises(RefusalError):
                 bind_peer(backend, problem, tensors)
-
-
-class FakeFlashAttention4:
-    """The interface of flash-attn-4 over unfused attention."""
-
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, None]:
-        assert not ("window_size" in options and options["causal"])
-        left, right = options.get("window_size", (None, 0 if options["causal"] else None))
-        problem = self.problem
-        call = dict[str, Any](
-            causal="bottom_right" if right == 0 else "none",
-            window=(left, None if right == 0 else right),
-            softcap=options.get("softcap"),
-            sinks=options.get("learnable_sink"),
-        )
-        if problem.packed:
-            starts = options["cu_seqlens_q"], options["cu_seqlens_k"]
-            longest = options["max_seqlen_q"], options["max_seqlen_k"]
-            made = varlen_call(q, k, v, *starts, *longest, **call)
-        else:
-            made = dense_call(q, k, v, layout="bshd", **call)
-        return expected(made)[0].to(q.dtype), None
-
-    flash_attn_func = flash_attn_varlen_func = attend
 
 
 @pytest.mark.parametrize("name", [*DENSE, *VARLEN])
@@ -134,35 +125,19 @@ def test_flash_attn_4_computes_features(name: str, monkeypatch: pytest.MonkeyPat
         bind_peer(FLASH_ATTN_4, msgspec.structs.replace(problem, dtype=Dtype.FP32), tensors)
 
 
-def by_unfused(make: Callable[..., Call]) -> Callable[..., Tensor]:
-    """An entry point that computes on the CPU, with gradients."""
-
-    def attend(*inputs: Tensor, **options: Any) -> Tensor:
-        call = make(*inputs, **options)
-        request = read_call(call)
-        views = request.views(call.q, call.k, call.v)
-        side = side_views(request.problem, call.side, views[1].shape[0])
-        return request.layout.as_given(
-            unfused_attention(request.problem, *views, side, scale=request.default_scale)[0]
-        )
-
-    return attend
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "window",
-        "chunks",
-        "prefix",
-        "softcap",
-        "alibi",
-        "additive bias",
-        "sinks",
-        "packed",
-        "packed with features",
-    ],
+GRADIENTS = (
+    "window",
+    "chunks",
+    "prefix",
+    "softcap",
+    "alibi",
+    "additive bias",
+    "sinks",
+    "packed with features",
 )
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
 def test_gradients_with_features_are_compared(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     entry_point, call = ("attention_varlen", varlen_call) if "packed" in name else ("attention", dense_call)
     monkeypatch.setattr(flashtune, entry_point, by_unfused(call))

@@ -2,8 +2,6 @@
 
 import math
 import sys
-from itertools import pairwise
-from typing import Any
 
 import msgspec
 import pytest
@@ -31,6 +29,7 @@ from flashtune.tuner.execution.inputs import Tensors, make_tensors
 from flashtune.tuner.workloads.work import Unit, unit_of
 from tests.support.unfused import unfused
 from tests.tuner.bench.bench_fakes import a_bench, a_run
+from tests.tuner.bench.bench_problems import FakeFlashAttention4
 from tests.tuner.conftest import GpuMemory
 
 CPU = torch.device("cpu")
@@ -84,9 +83,8 @@ def test_correct_gradients_are_accepted(peers: tuple[str, ...], options: list[di
         assert [gradient.shape for gradient in gradients] == [(2, 4, 70, 16), (2, 2, 90, 16), (2, 2, 90, 16)]
 
 
-@pytest.mark.parametrize("index", range(3))
 @pytest.mark.parametrize("value", [math.nan, math.inf, 3.0])
-def test_one_wrong_element_of_a_gradient_rejects_it(index: int, value: float) -> None:
+def test_one_wrong_element_of_a_gradient_rejects_it(value: float) -> None:
     tensors = make_tensors(PROBLEM, CPU)
     judge = gradient_judge(PROBLEM, tensors)
     leaves = [tensor.clone().requires_grad_() for tensor in (tensors.q, tensors.k, tensors.v)]
@@ -94,8 +92,10 @@ def test_one_wrong_element_of_a_gradient_rejects_it(index: int, value: float) ->
     assert tensors.backward is not None
     gradients = torch.autograd.grad(out, leaves, tensors.backward.dout)
     assert judge(gradients) <= 1
-    gradients[index][1, -1, -1, -1] = value
-    assert not judge(gradients) <= 1
+    for index in range(3):
+        wrong = [gradient.clone() for gradient in gradients]
+        wrong[index][1, -1, -1, -1] = value
+        assert not judge(tuple(wrong)) <= 1
 
 
 def test_deterministic_gradients_are_compared_with_usual_baselines(
@@ -115,37 +115,6 @@ def test_implementation_that_cannot_be_timed_has_a_reason(peers: tuple[str, ...]
     assert isinstance(ours, Admitted)
     assert isinstance(other, LeftOut)
     assert other.message == "it does not take fp32"
-
-
-class FakeFlashAttention4:
-    """flash-attn-4's interface over the standard computation, with gradients. It requires its own layout."""
-
-    def __init__(self, problem: Problem) -> None:
-        self._problem = problem
-
-    def flash_attn_func(
-        self, q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, causal: bool
-    ) -> tuple[Tensor, None]:
-        assert causal == self._problem.is_causal
-        assert q.shape[1:] == (self._problem.seqlen_q, self._problem.heads, self._problem.head_dim)
-        assert all(tensor.is_contiguous() and tensor.is_leaf and tensor.requires_grad for tensor in (q, k, v))
-        inputs = (tensor.transpose(1, 2) for tensor in (q, k, v))
-        return unfused(*inputs, scale=softmax_scale, causal=self._problem.causal)[0].transpose(1, 2), None
-
-    def flash_attn_varlen_func(
-        self, q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, **options: Any
-    ) -> tuple[Tensor, None]:
-        assert (options["max_seqlen_q"], options["max_seqlen_k"]) == (
-            self._problem.seqlen_q,
-            self._problem.seqlen_kv,
-        )
-        made = []
-        bounds = (list(pairwise(starts.tolist())) for starts in (cu_seqlens_q, cu_seqlens_k))
-        for (first, last), (head, end) in zip(*bounds, strict=True):
-            inputs = (tensor.transpose(0, 1)[None] for tensor in (q[first:last], k[head:end], v[head:end]))
-            out, _ = unfused(*inputs, scale=options["softmax_scale"], causal=self._problem.causal)
-            made.append(out[0].transpose(0, 1))
-        return torch.cat(made), None
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -128,13 +128,6 @@ def test_published_figures_are_relative_to_cudnn() -> None:
     assert [point.seqlen for point in result.worst_by_length()] == [512]
 
 
-def test_cudnn_can_be_the_best_baseline() -> None:
-    result = against([a_bench(PAPER[0])], figures_of(PAPER[0], cudnn=250, fa4=100))
-    assert result is not None
-    assert result.worst.best == "cudnn"
-    assert result.worst.ratio == pytest.approx(1.2)
-
-
 def test_absolute_figures_need_no_cudnn() -> None:
     bench = a_bench(PAPER[0], {OURS: 600.0})
     assert against([bench], figures_of(PAPER[0], cudnn=1200)) is None

@@ -154,15 +154,6 @@ def test_wgmma_serialisation_is_found_without_ptxas_remarks(
     assert calls == ["again"], "a binary from the cache does not"
 
 
-@pytest.mark.slow
-def test_reading_resources_prints_nothing(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    read_resources(a_kernel(), find_target("h100"))
-    assert capsys.readouterr().out == ""
-
-
 def test_resources_of_a_launch_are_those_of_all_kernels_but_registers_of_the_main_one() -> None:
     (problem,) = parse_shape("heads=8,kv_heads=2,seqlen_q=1,seqlen_kv=512,head_dim=64")
     target = find_target("h100")

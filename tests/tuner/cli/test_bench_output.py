@@ -18,7 +18,6 @@ from flashtune.tuner.cli.report.bench_terminal import (
     bench_table,
     lengths_of,
     notes,
-    panels,
     summary,
     title_of,
 )
@@ -96,15 +95,6 @@ def test_messages_of_baselines_are_printable() -> None:
     assert all(sentence.isprintable() for sentence in notes(bench))
 
 
-def test_panels_are_per_mask_and_head_dim_with_sorted_lengths() -> None:
-    grid = panels([a_bench(problem) for problem in reversed(PAPER)])
-    assert len(grid) == 6
-    for panel in grid:
-        lengths = [bench.problem.seqlen_kv for bench in panel.benches]
-        assert lengths == [512, 1024, 2048, 4096, 8192, 16_384]
-        assert panel.names == tuple(SPEEDS)
-
-
 def test_titles_contain_unusual_fields() -> None:
     problem = msgspec.structs.replace(
         PAPER[0], kv_heads=8, value_head_dim=32, seqlen_kv=600, causal=Causal.TOP_LEFT
@@ -140,10 +130,3 @@ def test_markdown_contains_versions_command_and_every_row() -> None:
             assert table[0] == table[-1]
         else:
             table = []
-
-
-def test_plot_of_one_shape() -> None:
-    pytest.importorskip("plotly")
-    from flashtune.tuner.cli.report.bench_plot import plot_page
-
-    assert "flashtune" in plot_page(a_run(a_bench(PAPER[0])))

@@ -10,14 +10,15 @@ import pytest
 from click.testing import Result
 
 from flashtune.core.errors import KernelError
-from flashtune.core.record import Record
+from flashtune.core.machine import triton_version
+from flashtune.core.problem import Problem
 from flashtune.core.target import find_target
 from flashtune.db.codec import Check
 from flashtune.db.table import TunedTable
 from flashtune.dispatch.versions import current_versions
-from flashtune.tuner.analysis import doctor
 from flashtune.tuner.analysis.doctor import Level, examine, gpu, interpreter, library, shipped
-from flashtune.tuner.tables import listing, lookup
+from tests.support.families import Ship
+from tests.support.records import VERDICT, MakeRecord
 from tests.tuner.cli.conftest import Run
 
 
@@ -123,40 +124,19 @@ def test_a_gpu_is_compared_with_the_table() -> None:
 
 
 @pytest.mark.parametrize(
-    ("own", "receipt", "driver", "left"),
-    [
-        ({}, None, "none", 0),
-        ({"triton": "99.0"}, None, "none", 2),
-        ({"triton": "99.0"}, {}, "none", 1),
-        ({"driver": "580.2"}, None, "580.1", 0),
-        ({"driver": "570.2"}, None, "580.1", 2),
-        ({"driver": "570.2"}, {"driver": "580.2"}, "580.1", 1),
-    ],
+    ("triton", "receipt", "left"), [(triton_version(), False, 0), ("99.0", False, 2), ("99.0", True, 1)]
 )
 def test_shipped_kernels_are_counted_as_in_dispatch(
-    make_record: Callable[..., Record],
-    monkeypatch: pytest.MonkeyPatch,
-    own: dict[str, str],
-    receipt: dict[str, str] | None,
-    driver: str,
-    left: int,
+    make_record: MakeRecord, problem: Problem, ship: Ship, triton: str, receipt: bool, left: int
 ) -> None:
-    made = [make_record(config) for config in ("block_m=64", "block_m=128")]
-    here = msgspec.structs.replace(current_versions(made[0].family), driver=driver)
-    for importer in (doctor, listing, lookup):
-        monkeypatch.setattr(importer, "current_versions", lambda family: here)
-    versions = msgspec.structs.replace(here, **own)
+    longer = msgspec.structs.replace(problem, seqlen_q=2048, seqlen_kv=2048)
+    made = [make_record("block_m=64"), make_record("block_m=128", of=longer)]
+    here = current_versions(made[0].family)
+    versions = msgspec.structs.replace(here, triton=triton)
     records = tuple(msgspec.structs.replace(record, versions=versions) for record in made)
-    assert records[0].verdict is not None
-    receipts = [] if receipt is None else [msgspec.structs.replace(here, **receipt)]
-    checks = tuple(
-        Check(
-            digest=str(records[0].kernel), target=records[0].target, versions=row, verdict=records[0].verdict
-        )
-        for row in receipts
-    )
-    table = TunedTable(target=records[0].target, records=records, receipts=checks)
-    monkeypatch.setattr("flashtune.db.table.shipped_table", lambda name: table)
+    first = records[0]
+    checks = (Check(digest=str(first.kernel), target=first.target, versions=here, verdict=VERDICT),)
+    ship(TunedTable(target=first.target, records=records, receipts=checks if receipt else ()))
     finding = shipped(find_target("h200"))
     assert finding.level is (Level.WARN if left else Level.OK)
     assert f"2 kernels, {f'{left} not' if left else 'all'} verified" in finding.message

@@ -8,9 +8,8 @@ import pytest
 from flashtune.core.problem import Dtype
 from flashtune.core.target import find_target
 from flashtune.tuner.analysis.model_overview import Overview, overviews
-from flashtune.tuner.cli.report.model_report import overview_figure
 from flashtune.tuner.workloads.model_sizes import ModelSizes, Phase
-from flashtune.tuner.workloads.presets import MODELS, find_model
+from flashtune.tuner.workloads.presets import find_model
 from tests.tuner.cli.conftest import Run
 
 H200 = find_target("h200")
@@ -25,10 +24,6 @@ def overview_of(model: str, phase: Phase, lengths: str = "1024|8192", **options:
 @pytest.fixture(autouse=True)
 def empty_database(own_database: Path) -> None:
     """Uses only the shipped tables."""
-
-
-def test_every_model_has_a_number_of_layers() -> None:
-    assert all(6 <= model.layers <= 200 for model in MODELS)
 
 
 def test_figures_of_a_prefill() -> None:
@@ -137,12 +132,3 @@ def test_plot_is_one_html_page(run: Run, tmp_path: Path) -> None:
     content = page.read_text(encoding="utf-8")
     assert "llama-3.2-1b decode" in content
     assert "src=" not in content.split("<body>")[1].split("</script>")[0]
-
-
-def test_every_line_of_the_plot_has_all_lengths() -> None:
-    pytest.importorskip("plotly")
-    overview = overview_of("llama-3.2-1b", Phase.PREFILL, "1024..8192")
-    plot = overview_figure([overview, overview])
-    assert len(plot.data) == 2 * (3 + 2 + 2 + 1)
-    assert {tuple(trace.x) for trace in plot.data} == {(1024, 2048, 4096, 8192)}
-    assert sum(trace.showlegend for trace in plot.data) == 4

@@ -34,23 +34,16 @@ def test_help_imports_only_click() -> None:
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("name", ["models", "targets", "families", "shapes"])
-def test_lists_of_names_import_no_torch(name: str) -> None:
+def test_lists_of_names_import_no_torch() -> None:
     code = (
         "import sys\n"
         "from flashtune.tuner.cli import main\n"
-        f"main([{name!r}], standalone_mode=False)\n"
+        "for name in ('models', 'targets', 'families', 'shapes'):\n"
+        "    main([name], standalone_mode=False)\n"
         "print([module for module in ('torch', 'triton', 'jinja2') if module in sys.modules])\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
-
-
-def test_help_lists_every_command_and_the_exit_codes(run: Run) -> None:
-    result = run("--help")
-    assert result.exit_code == 0
-    assert all(name in result.output for name in COMMANDS)
-    assert "130" in result.output
 
 
 def test_version(run: Run) -> None:
@@ -105,16 +98,8 @@ def ask(*arguments: str) -> Result:
 
 def test_shapes_models_and_files_are_merged_without_duplicates() -> None:
     shape = "heads=32,kv_heads=8,seqlen=4096,head_dim=128,causal"
-    result = ask(
-        "--target",
-        "H100",
-        "--shape",
-        shape,
-        "--model",
-        "llama-3.1-8b",
-        "--shape",
-        "heads=1,seqlen=1|2,head_dim=8",
-    )
+    line = f"--target H100 --shape {shape} --model llama-3.1-8b --shape heads=1,seqlen=1|2,head_dim=8"
+    result = ask(*line.split())
     assert result.output == "3 nvidia-h100 None\n"
 
 
@@ -191,13 +176,6 @@ def test_help_examples_can_be_parsed(name: str) -> None:
     assert any(shlex.split(example)[1] == name for example in command.examples)
 
 
-def test_help_of_subcommands_is_grouped(run: Run) -> None:
-    text = run("db", "merge", "--help").output
-    assert "\nOutput:\n  --json" in text
-    assert "\nOptions:" not in text
-    assert text.endswith("Examples:\n  flashtune db merge other.sqlite\n")
-
-
 def test_options_are_grouped(run: Run) -> None:
     text = run("search", "--help").output
     places = [
@@ -214,7 +192,6 @@ SHIPPED_SHAPE = "heads=16,kv_heads=16,seqlen=2048,head_dim=128,batch=8"
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("--help",),
         ("targets", "--json"),
         # A table of one shape: all others would be rendered and compared first.
         ("export", "--shipped", "--target", "h200", "--quiet", "--shape", SHIPPED_SHAPE),
@@ -256,12 +233,6 @@ def test_reference_page_is_current() -> None:
     )
 
 
-def test_reference_contains_every_command() -> None:
-    names = {name for name, _, _ in ALL}
-    assert {f"flashtune {name}" for name in COMMANDS} <= names
-    assert {"flashtune db path", "flashtune db upgrade", "flashtune db merge"} <= names
-
-
 @pytest.mark.parametrize(("name", "command", "ctx"), ALL, ids=[name for name, _, _ in ALL])
 def test_every_command_and_option_has_help(name: str, command: click.Command, ctx: click.Context) -> None:
     assert command.help, name
@@ -269,12 +240,3 @@ def test_every_command_and_option_has_help(name: str, command: click.Command, ct
     for param in command.get_params(ctx):
         if isinstance(param, click.Option):
             assert param.help, f"{name} {param.name}"
-
-
-PRINTERS = ("search", "show", "explain", "verify", "bench", "import", "sram-audit", "doctor", "db path")
-
-
-@pytest.mark.parametrize("name", PRINTERS)
-def test_commands_that_print_data_print_json(name: str) -> None:
-    command, ctx = next((command, ctx) for full_name, command, ctx in ALL if full_name == f"flashtune {name}")
-    assert "--json" in {text for param in command.get_params(ctx) for text in param.opts}

@@ -137,14 +137,6 @@ def test_headings_are_not_truncated(title: str) -> None:
     assert out.getvalue().split()[: len(title.split())] == title.split()
 
 
-def test_sentences_are_wrapped_at_words(capsys: pytest.CaptureFixture[str]) -> None:
-    sentence = "a sentence of many words " * 8 + "and-a-word-that-is-longer-than-the-terminal" * 3
-    say(sentence)
-    lines = capsys.readouterr().out.splitlines()
-    assert " ".join(lines) == sentence
-    assert all(len(line) <= WIDTH for line in lines[:-1])
-
-
 def test_lines_have_80_columns_without_a_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,15 +7,17 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 import triton
 
+from flashtune.core.machine import torch_version, triton_version
 from flashtune.core.record import Provenance, Record, Verdict, VerificationStatus
 from flashtune.db.store import open_store
 from flashtune.tuner.tables.listing import best_sdpa_ms, standing, tflops
 from flashtune.tuner.tables.lookup import shipped_selections
 from flashtune.tuner.workloads.shapes import parse_shape
 from flashtune.tuner.workloads.short_shape import short_shape
-from tests.tuner.cli.conftest import Run
+from tests.tuner.cli.conftest import SHAPE, Run
 
 Stored = tuple[Record, ...]
 
@@ -117,27 +119,16 @@ def test_show_does_not_import_triton_for_other_versions(
     assert imported == "[]"
 
 
-@pytest.mark.slow
-def test_version_of_torch_is_the_same_without_import() -> None:
-    code = "from flashtune.core.machine import torch_version\nprint(torch_version())\n"
-    without = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    with_torch = subprocess.run(
-        [sys.executable, "-c", f"import torch\n{code}"], capture_output=True, text=True, check=True
-    )
-    assert without.stdout == with_torch.stdout
-
-
-def test_version_of_triton_is_the_same_without_import() -> None:
+def test_versions_are_the_same_without_imports() -> None:
     code = (
-        "from flashtune.core.machine import triton_version\n"
-        "print(triton_version(), 'triton' in sys.modules)\n"
+        "import sys\n"
+        "from flashtune.core.machine import torch_version, triton_version\n"
+        "print(torch_version(), triton_version(), *{'torch', 'triton'} & sys.modules.keys())\n"
     )
-    without, with_triton = (
-        subprocess.run([sys.executable, "-c", first + code], capture_output=True, text=True, check=True)
-        for first in ("import sys\n", "import sys, triton\n")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (
+        done.stdout.split() == [torch_version(), triton_version()] == [torch.__version__, triton.__version__]
     )
-    assert without.stdout == f"{triton.__version__} False\n"
-    assert with_triton.stdout == f"{triton.__version__} True\n"
 
 
 def test_json_contains_the_full_record(run: Run, stored: Stored) -> None:
@@ -151,7 +142,12 @@ def test_json_contains_the_full_record(run: Run, stored: Stored) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "count"),
-    [(("--target", "h200"), 1), (("--target", "nvidia-h100"), 0), (("--model", "phi-2"), 0)],
+    [
+        (("--target", "h200"), 1),
+        (("--target", "nvidia-h100"), 0),
+        (("--model", "phi-2"), 0),
+        (("--shape", SHAPE), 1),
+    ],
 )
 def test_filters(run: Run, stored: Stored, arguments: tuple[str, ...], count: int) -> None:
     assert len(json.loads(run("show", "--json", *arguments).stdout)) == count
@@ -161,10 +157,6 @@ def test_every_shipped_selection_is_a_row(run: Run) -> None:
     lines = run("show", "--shipped", "--limit", "10000").stdout.splitlines()
     rows = [line for line in lines if line.rstrip().endswith(tuple(VerificationStatus))]
     assert len(rows) == len(json.loads(run("show", "--shipped", "--json").stdout))
-
-
-def test_filters_by_shape(run: Run, stored: Stored, shape: str) -> None:
-    assert len(json.loads(run("show", "--json", "--shape", shape).stdout)) == 1
 
 
 def test_records_are_ranked_and_failures_have_reasons(run: Run, stored: Stored, shape: str) -> None:

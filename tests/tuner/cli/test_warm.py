@@ -17,10 +17,9 @@ from flashtune.core.target import find_target
 from flashtune.db.table import TunedTable, dump_table
 from flashtune.dispatch.tables import tuned_records
 from flashtune.recording.recorder import CallCount, add_counts
-from flashtune.runtime.kernel_loader import KernelLoader
 from flashtune.tuner.candidates import Candidate, SearchTask
 from flashtune.tuner.execution.compile_pool import Compiled, CompilePool
-from flashtune.tuner.tables.warm import calls_of, needs_of, warm
+from flashtune.tuner.tables.warm import calls_of, needs_of
 from flashtune.tuner.workloads.models import training_passes
 from tests.tuner.cli.conftest import Run
 
@@ -75,16 +74,6 @@ def test_calls_with_one_kernel_compile_it_once(problem: Problem) -> None:
     assert len(needs.kernels) == 1
     (sentence,) = needs.left_out
     assert "no kernel family computes" in sentence
-
-
-@pytest.mark.usefixtures("submitted")
-def test_all_kernels_share_one_loader(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
-    loaders: list[KernelLoader] = []
-    monkeypatch.setattr(KernelLoader, "load", lambda loader, *_: loaders.append(loader))
-    needs = needs_of(calls_of(training_passes([problem])), A100, tuned_records(A100.name))
-    assert all(kernel.loaded for kernel in warm(needs, A100, 0))
-    assert len(loaders) == 3
-    assert len({*loaders}) == 1
 
 
 @pytest.mark.usefixtures("submitted")

@@ -6,7 +6,6 @@ import pytest
 
 from benchmarks.exhaustive.fitting import NOTHING, fit_tables
 from benchmarks.exhaustive.truth_table import TruthTable, read_tables
-from benchmarks.search_replay.replay import replay_scope
 from flashtune.core.record import Resources
 from flashtune.core.target import find_target
 from flashtune.templates.registry import find_family
@@ -15,7 +14,6 @@ from flashtune.tuner.perf_model.prediction import (
     Calibration,
     estimated,
     expected_ms,
-    features,
     scheduled_ms,
     shipped_fit,
 )
@@ -59,10 +57,6 @@ def test_constants_apply_only_to_their_architecture_and_families() -> None:
     assert predicted(table, elsewhere) == predicted(table, NOTHING)
 
 
-def test_fit_without_tables_is_empty() -> None:
-    assert fit_tables([]) == NOTHING
-
-
 def test_shipped_constants_are_reproducible() -> None:
     shipped, made = shipped_fit(), fit_tables(TABLES)
     assert shipped.problems == made.problems
@@ -92,14 +86,3 @@ def test_occupancy_is_estimated_before_compilation() -> None:
                 occupancy(guess, options, H200).blocks == occupancy(row.resources, options, H200).blocks
             )
     assert np.mean(same) > 0.8
-
-
-def test_features_have_the_same_names_for_all_shapes() -> None:
-    names = set()
-    for table in (a_table(), a_table(SHAPE.replace("128,", "64,"))):
-        scope = replay_scope(table)
-        family = scope.spaces[0].family
-        config = family.default(table.problem, H200)
-        names.add(frozenset(features(family, config, Resources(100_000), H200)) - {"order serpentine"})
-    common = frozenset.intersection(*names)
-    assert {"resident warps", "keys in flight", "ping_pong", "balanced_grid"} <= common

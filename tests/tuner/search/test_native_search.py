@@ -6,7 +6,6 @@ import msgspec
 import pytest
 
 from benchmarks.exhaustive.fitting import NOTHING
-from flashtune.core.config import Axis, Config, Space
 from flashtune.core.errors import ProblemError
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Problem
@@ -144,26 +143,3 @@ def test_warm_start_includes_winners_of_each_family(native: Family, store: Store
     warm = warm_configs(known_winners(store), scope)
     assert {candidate.family for candidate in warm} == {native.name, PORTABLE}
     assert len(warm) <= 2 * WARM_CONFIGS
-
-
-def test_enumeration_skips_inactive_combinations() -> None:
-    class Float64Rows(Config, frozen=True, forbid_unknown_fields=True, kw_only=True):
-        on: bool = False
-        a: int = 0
-        b: int = 0
-        c: int = 0
-        d: int = 0
-        e: int = 0
-
-    def is_on(values: dict[str, Any]) -> bool:
-        return bool(values["on"])
-
-    many = tuple(range(10))
-    axes = (
-        Axis("num_warps", (4,)),
-        Axis("num_stages", (2,)),
-        Axis("on", (False,), False),
-        *(Axis(name, many, only_if=is_on) for name in "abcde"),
-    )
-    # A hundred thousand combinations, of which one is reached.
-    assert Space(Float64Rows, axes).size() == 1

@@ -20,9 +20,9 @@ from flashtune.core.target import find_target
 from flashtune.db.store import Store, open_store
 from flashtune.tuner.cli import main
 from flashtune.tuner.execution.backend import SearchWorkers
-from flashtune.tuner.search.coverage import Expectation, duration, expect, outlook, usual_compile_seconds
+from flashtune.tuner.search.coverage import Expectation, expect, outlook, usual_compile_seconds
 from flashtune.tuner.search.driver import run_search
-from flashtune.tuner.search.progress import Place, counts, plain, share_done, shown
+from flashtune.tuner.search.progress import Place, plain, shown
 from flashtune.tuner.search.request import (
     Budget,
     Observer,
@@ -126,11 +126,6 @@ def test_a_throttled_clock_is_noted(result: SearchResult) -> None:
     assert "the clock was held down" in text
 
 
-def test_counts_list_outcomes_in_a_fixed_order() -> None:
-    assert counts(some_progress().counts) == "31 ok, 12 infeasible, 4 wrong_result (9 pruned by the model)"
-    assert counts(Tally({})) == "nothing finished yet"
-
-
 def test_plain_lines_are_printed_per_phase_and_at_intervals() -> None:
     written: list[str] = []
     observe = plain(written.append, Place(3), interval=1000.0)
@@ -153,37 +148,6 @@ def test_a_terminal_shows_a_bar(result: SearchResult) -> None:
     assert "31 ok" in screen.getvalue()
 
 
-def test_share_done_follows_the_budget() -> None:
-    assert share_done(some_progress()) == pytest.approx(0.25)
-    assert share_done(some_progress(remaining=None)) == 0.0
-    assert share_done(some_progress(Phase.FINALS)) == 1.0
-
-
-def test_search_command_without_gpu() -> None:
-    arguments = (
-        "search",
-        "--shape",
-        SHAPE,
-        "--target",
-        "a100",
-        "--family",
-        FAMILY,
-        "--trials",
-        "2",
-        "--json",
-    )
-    done = CliRunner().invoke(main, [*arguments, "--jobs", "2"])
-    assert done.exit_code == 0, done.output
-    (printed,) = json.loads(done.stdout)
-    assert printed["provenance"] == "predicted"
-    assert printed["best"]["resources"]["sram_bytes"] >= 0
-    assert printed["best"]["provenance"] == "predicted"
-    assert "searching" in done.stderr
-    with open_store() as store:
-        (pinned,) = store.selections()
-    assert pinned.id == printed["best_id"]
-
-
 ARGUMENTS = f"search --shape {SHAPE} --target a100 --family {FAMILY} --trials 2 --jobs 2".split()
 
 
@@ -199,11 +163,17 @@ def test_dry_run_describes_the_search_and_creates_no_files(own_database: Path) -
 
 
 @pytest.mark.slow
-def test_verbosity_options() -> None:
-    default = CliRunner().invoke(main, [*ARGUMENTS])
+def test_search_command_without_gpu_and_its_verbosity() -> None:
+    default = CliRunner().invoke(main, [*ARGUMENTS, "--json"])
     assert default.exit_code == 0, default.output
     assert "flashtune: about 2 of " in default.stderr
     assert "searching" in default.stderr
+    (printed,) = json.loads(default.stdout)
+    assert printed["best"]["provenance"] == printed["provenance"] == "predicted"
+    assert printed["best"]["resources"]["sram_bytes"] >= 0
+    with open_store() as store:
+        (pinned,) = store.selections()
+    assert pinned.id == printed["best_id"]
     silent = CliRunner().invoke(main, [*ARGUMENTS, "--trials", "3", "--quiet"])
     assert silent.stderr == ""
     assert silent.stdout.startswith("problem")
@@ -239,7 +209,7 @@ def test_interrupt_prints_the_best_so_far_and_the_resume_command(
 
 # The interrupt arrives at once, while the server of processes imports modules, and while processes start.
 @pytest.mark.slow
-@pytest.mark.parametrize("delay", [0.0, 0.2, 0.4])
+@pytest.mark.parametrize("delay", [0.0, 0.3])
 def test_an_interrupt_of_a_whole_process_group_prints_no_traceback(delay: float) -> None:
     # A busy machine may be late with the interrupt, and the search must not end before it.
     command = [sys.executable, "-m", "flashtune.tuner.cli", *ARGUMENTS, "--trials", "900"]
@@ -286,10 +256,3 @@ def test_cached_compilations_are_excluded_from_the_usual_time(result: SearchResu
     # This machine's come before those of the machine that made a table.
     assert usual_compile_seconds(taking(8.0), taking(1.0, 1.0)) == 8.0
     assert usual_compile_seconds(taking(0.001), taking(1.0)) == 1.0
-
-
-@pytest.mark.parametrize(
-    ("seconds", "words"), [(0.2, "1 s"), (90.0, "90 s"), (150.0, "3 min"), (12600.0, "3.5 h")]
-)
-def test_durations_are_rounded_up(seconds: float, words: str) -> None:
-    assert duration(seconds) == words

@@ -6,15 +6,16 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
+from benchmarks.kernels.report import AUDIT
+from benchmarks.saved import decoded
 from flashtune import testing
 from flashtune.core.errors import UsageError
 from flashtune.core.kernel import Alignment, Specialization
 from flashtune.core.problem import Causal, Dtype, Problem
 from flashtune.core.target import TARGETS, Target, find_target
 from flashtune.templates.common.model import sram
-from flashtune.templates.common.precision import InputPrecision
 from flashtune.templates.family import Family, unsupported_reason
-from flashtune.templates.forward_q_outer.space import Loads, QOuterConfig
+from flashtune.templates.forward_q_outer.space import QOuterConfig
 from flashtune.templates.registry import families, find_family
 from flashtune.templates.rendering import render
 from flashtune.tuner.binary.resources import read_resources
@@ -61,11 +62,6 @@ def test_underestimating_model_fails() -> None:
     assert any("that do not fit were caught" in failure for failure in audit.failures())
 
 
-@pytest.mark.slow
-def test_results_do_not_depend_on_compile_concurrency() -> None:
-    assert audited(Scripted(1.0), in_flight=1) == audited(Scripted(1.0), in_flight=7)
-
-
 def test_too_few_points_are_an_error() -> None:
     with pytest.raises(UsageError, match="fewer --points"):
         audited(Scripted(100.0))
@@ -92,6 +88,10 @@ def test_only_supported_problems_are_drawn(family: Family) -> None:
 def test_every_architecture_of_the_table_is_audited() -> None:
     assert {target.arch for target in audit_targets()} == {target.arch for target in TARGETS}
     assert set(sram.AUDITED) == {target.arch for target in TARGETS}
+
+
+def test_saved_run_contains_every_family() -> None:
+    assert {row.family for row in decoded(AUDIT, Audit).rows} == {family.name for family in families()}
 
 
 def a_problem(head_dim: int, dtype: Dtype = Dtype.BF16) -> Problem:
@@ -150,21 +150,6 @@ def test_items_have_descriptive_names() -> None:
         "k, 2 in flight": 16384,
         "v, 2 in flight": 16384,
     }
-
-
-def test_descriptors_and_qk_overlap_change_the_model() -> None:
-    config = a_config(loads=Loads.DESCRIPTOR, overlap_qk=True)
-    assert items(H100, config, a_problem(128), Specialization())["k of the block ahead"] == 16384
-    unaligned = items(H100, config, a_problem(128), Specialization(Alignment.ANY))
-    assert "k of the block ahead" not in unaligned
-
-
-def test_float32_has_other_items() -> None:
-    wide = a_problem(64, Dtype.FP32)
-    plain = items(H100, a_config(), wide, Specialization())
-    thirds = items(H100, a_config(input_precision=InputPrecision.TF32X3), wide, Specialization())
-    assert plain["weights"] == 64 * 64 * 4
-    assert thirds["q in halves of tf32"] == thirds["q"] == 64 * 64 * 4
 
 
 def test_unknown_architecture_has_no_items() -> None:

@@ -1,6 +1,5 @@
 """Tests of merging parts of a table that several processes verified."""
 
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -8,12 +7,11 @@ import pytest
 
 from flashtune.core.record import Measurement, Record, Verdict
 from flashtune.db.codec import Check
-from flashtune.db.table import Timing, TunedTable, dump_table
+from flashtune.db.table import TunedTable
 from flashtune.dispatch.versions import current_versions
 from flashtune.tuner.tables.admission import digest_of
 from flashtune.tuner.tables.table_receipts import part_of, rendered_digests, sibling
-from scripts import merge_receipts
-from scripts.merge_receipts import main, merged, parts_of
+from scripts.merge_receipts import merged, parts_of
 from tests.support.records import shipped_table_of
 
 VERDICT = Verdict(True, 0.4, 12, "", "NVIDIA H200", ("random",))
@@ -100,54 +98,10 @@ def test_new_receipts_need_a_pass_in_every_part_with_the_kernel(base: TunedTable
     assert (whole.verdict.worst_ratio, whole.verdict.checks) == (0.7, 17)
 
 
-def test_a_verdict_of_the_record_stands_for_a_receipt(base: TunedTable) -> None:
-    first, second = separate(base)
-    record = first.records[0]
-    versions = msgspec.structs.replace(record.versions, triton="9.9.9")
-    added = msgspec.structs.replace(check(record, digest_of(record), "2.0"), versions=versions)
-    verified = with_entries(second, *second.receipts, added)
-    own = msgspec.structs.replace(record, versions=versions, verdict=VERDICT)
-    passed = msgspec.structs.replace(first, records=(own,))
-    assert added in merged(base, base, [passed, verified])[0].receipts
-    wrong = msgspec.structs.replace(
-        own, verdict=msgspec.structs.replace(VERDICT, passed=False, failed="wrong")
-    )
-    failed = msgspec.structs.replace(first, records=(wrong,))
-    assert added not in merged(base, base, [failed, verified])[0].receipts
-
-
-def test_new_receipts_need_a_pass_of_records_since_the_split(base: TunedTable) -> None:
-    only = msgspec.structs.replace(base, records=base.records[:1], receipts=())
-    record = only.records[0]
-    added = check(record, sibling_digest(record), "1.0")
-    verified = with_entries(only, added)
-    assert merged(only, only, [verified])[0].receipts == (added,)
-    searched = msgspec.structs.replace(base, receipts=())
-    assert merged(only, searched, [verified])[0].receipts == ()
-
-
 def test_receipts_of_kernels_that_failed_are_left_out(base: TunedTable) -> None:
     first, second = separate(base)
     table, _ = merged(base, base, [first, with_entries(second)])
     assert table.receipts == ()
-
-
-def test_entries_that_the_table_lost_since_the_split_stay_out(base: TunedTable) -> None:
-    record = base.records[0]
-    assert record.kernel is not None
-    assert record.measurement is not None
-    time = Timing(
-        problem=record.problem.key,
-        kernel=record.kernel,
-        versions=msgspec.structs.replace(record.versions, triton="9.9.9"),
-        measurement=record.measurement,
-    )
-    base = msgspec.structs.replace(base, times=(time,))
-    table = msgspec.structs.replace(base, receipts=(), times=())
-    assert merged(base, table, parts_of(base, 1)) == (table, [])
-    again = msgspec.structs.replace(time, measurement=Measurement(0.5, 0.5, 0.5, 21))
-    measured = msgspec.structs.replace(base, times=(again,))
-    assert merged(base, table, [measured])[0].times == (again,)
 
 
 def test_records_of_searches_since_the_split_are_kept(base: TunedTable) -> None:
@@ -164,32 +118,3 @@ def test_records_of_searches_since_the_split_are_kept(base: TunedTable) -> None:
     assert skipped == [renewed(record)]
     # Parts that changed nothing leave the table's newer records.
     assert merged(base, table, [first, second])[0].records == table.records
-
-
-def test_newer_records_with_the_same_config_are_kept(base: TunedTable) -> None:
-    first, second = separate(base)
-    record = second.records[0]
-    newer = msgspec.structs.replace(record, measurement=Measurement(0.1, 0.1, 0.1, 21))
-    table = msgspec.structs.replace(base, records=(base.records[0], newer))
-    verified = msgspec.structs.replace(second, records=(renewed(record),))
-    result, skipped = merged(base, table, [first, verified])
-    assert result.records == table.records
-    assert skipped == [renewed(record)]
-
-
-def test_tables_that_cannot_be_written_are_named(
-    base: TunedTable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "table.json"
-    before = dump_table(base)
-    path.write_bytes(before)
-    main(["split", str(path), "2", str(tmp_path / "parts")])
-    part = tmp_path / "parts/part-0.json"
-    assert part.read_bytes() == before
-    main(["merge", str(path), str(path), str(part)])
-    assert path.read_bytes() == before
-    duplicate = msgspec.structs.replace(base, records=(*base.records, base.records[0]))
-    monkeypatch.setattr(merge_receipts, "merged", lambda *tables: (duplicate, []))
-    with pytest.raises(SystemExit, match=r"^error: "):
-        main(["merge", str(path), str(path), str(part)])
-    assert path.read_bytes() == before

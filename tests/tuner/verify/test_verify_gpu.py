@@ -24,7 +24,6 @@ from flashtune.dispatch.versions import current_versions
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from flashtune.tuner.cli import main
-from flashtune.tuner.cli.output import progress_lines
 from flashtune.tuner.tables.admission import digest_of
 from flashtune.tuner.tables.table_receipts import sibling
 from flashtune.tuner.verify import on_gpu, record_checks, verify_jobs
@@ -141,6 +140,14 @@ def paths(record: Record, tmp_path: Path) -> tuple[Path, Path]:
 
 def run(*arguments: str | Path) -> Result:
     return CliRunner().invoke(main, ["verify", *map(str, arguments)])
+
+
+def verified(folder: Path, *records: Record, options: tuple[str, ...] = ()) -> TunedTable:
+    """Verifies a table of records, and returns the written one."""
+    path, written = write_table(folder / "table.json", *records), folder / "written.json"
+    done = run("--table", path, "--write", written, *options)
+    assert done.exit_code == 0, done.output
+    return load_table(written)
 
 
 @pytest.fixture
@@ -284,11 +291,7 @@ def test_record_with_a_changed_kernel_takes_the_timed_kernel(
     machine: Machine, record: Record, tmp_path: Path, timed: bool
 ) -> None:
     earlier = changed(record)
-    path, written = write_table(tmp_path / "table.json", earlier), tmp_path / "written.json"
-
-    assert run("--table", path, "--write", written, *(["--time"] if timed else [])).exit_code == 0
-
-    table = load_table(written)
+    table = verified(tmp_path, earlier, options=("--time",) if timed else ())
     (renewed,) = table.records
     if not timed:
         assert renewed == earlier
@@ -308,9 +311,7 @@ def test_record_with_an_equal_kernel_takes_the_template_version(
 ) -> None:
     here = current_versions(record.family)
     earlier = msgspec.structs.replace(record, versions=msgspec.structs.replace(here, template="0" * 16))
-    path, written = write_table(tmp_path / "table.json", earlier), tmp_path / "written.json"
-    assert run("--table", path, "--write", written, "--time").exit_code == 0
-    table = load_table(written)
+    table = verified(tmp_path, earlier, options=("--time",))
     (renewed,) = table.records
     assert (renewed.versions, renewed.measurement) == (here, record.measurement)
     assert (machine.timed, table.times) == ([], ())
@@ -320,18 +321,13 @@ def test_record_with_an_equal_kernel_takes_the_template_version(
 def test_record_with_a_changed_kernel_is_renewed_by_a_second_run(
     machine: Machine, record: Record, tmp_path: Path
 ) -> None:
-    earlier = changed(record)
-    path, written = write_table(tmp_path / "table.json", earlier), tmp_path / "written.json"
-    assert run("--table", path, "--write", written).exit_code == 0
+    written = tmp_path / "written.json"
+    verified(tmp_path, changed(record))
     machine.checked.clear()
-    done = run("--table", written, "--write", written, "--time", "--missing")
-    assert done.exit_code == 0, done.output
+    assert run("--table", written, "--write", written, "--time", "--missing").exit_code == 0
     assert machine.checked == []
     (renewed,) = load_table(written).records
     assert (renewed.kernel, renewed.versions) == (kernel_of(record).digest, current_versions(record.family))
-    assert renewed.verdict is not None
-    assert renewed.verdict.passed
-    assert renewed.measurement == msgspec.structs.replace(MEASURED, peers=(PEER,))
     siblings = [kernel_of(record, of_sibling=True).digest]
     assert [receipt.digest for receipt in load_table(written).receipts] == siblings
     # Nothing is left to be done.
@@ -345,10 +341,11 @@ def test_record_with_a_changed_kernel_is_renewed_by_a_second_run(
 def test_record_of_current_versions_takes_missing_shared_mask_times(
     machine: Machine, tmp_path: Path, timed: bool, template: str | None
 ) -> None:
-    table = shipped_table_of(TARGET.name)
-    present = [row for row in table.records if row.config is not None and row.kernel == digest_of(row)]
-    masked = next(row for row in present if timed_ways(row.problem))
-    unmasked = next(row for row in present if row.family == "forward_hopper" and not timed_ways(row.problem))
+    shipped = shipped_table_of(TARGET.name)
+    present = [row for row in shipped.records if row.config is not None]
+    masked = next(row for row in present if timed_ways(row.problem) and row.kernel == digest_of(row))
+    hopper = (row for row in present if row.family == "forward_hopper" and not timed_ways(row.problem))
+    unmasked = next(row for row in hopper if row.kernel == digest_of(row))
     assert masked.measurement is not None
     measurement = msgspec.structs.replace(masked.measurement, shared=msgspec.UNSET)
     masked, plain = (
@@ -359,17 +356,14 @@ def test_record_of_current_versions_takes_missing_shared_mask_times(
         # Another version of the template, which renders the same kernel.
         versions = msgspec.structs.replace(masked.versions, template=template)
         masked = msgspec.structs.replace(masked, versions=versions)
-    path, written = write_table(tmp_path / "table.json", masked, plain), tmp_path / "written.json"
-
-    done = run("--table", path, "--write", written, *(["--time"] if timed else []))
-
-    assert done.exit_code == 0, done.output
+    written = tmp_path / "written.json"
+    table = verified(tmp_path, masked, plain, options=("--time",) if timed else ())
     assert machine.timed == ([masked.problem.key] if timed else [])
-    measurements = {record.problem: record.measurement for record in load_table(written).records}
+    measurements = {record.problem: record.measurement for record in table.records}
     # The time that was measured next to the peers stays.
     kept = msgspec.structs.replace(measurement, shared=SHARED if timed else msgspec.UNSET)
     assert measurements == {masked.problem: kept, plain.problem: plain.measurement}
-    assert load_table(written).times == ()
+    assert table.times == ()
     if timed:
         machine.checked.clear()
         assert run("--table", written, "--write", written, "--time", "--missing").exit_code == 0
@@ -407,13 +401,6 @@ def test_machine_error_ends_the_run_after_writing_results(
     assert {receipt.digest for receipt in load_table(paths[1]).receipts} == {
         kernel_of(record, of_sibling=lse).digest for lse in (False, True)
     }
-
-
-def test_record_of_current_versions_is_not_timed(machine: Machine, record: Record) -> None:
-    here = msgspec.structs.replace(record, versions=current_versions(record.family))
-    report = record_checks.verify_records([here], gpu=(0, TARGET), timed=True)
-    assert report.on_gpu.passed
-    assert (report.on_gpu.times, machine.timed) == ((), [])
 
 
 def test_failed_kernel_is_not_timed(machine: Machine, record: Record) -> None:
@@ -490,25 +477,3 @@ def test_ended_run_starts_no_checks(machine: Machine, record: Record) -> None:
     runs = Runs(seconds=1e-9)
     report = record_checks.verify_records([record], gpu=(0, TARGET), runs=runs)
     assert (report.results, report.missed, machine.checked) == ((), 1, [])
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    now = 0.0
-
-    def advance(seconds: float) -> None:
-        nonlocal now
-        now += seconds
-
-    monkeypatch.setattr("time.monotonic", lambda: now)
-    return advance
-
-
-def test_progress_is_written_as_lines_without_a_terminal(
-    clock: Callable[[float], None], capsys: pytest.CaptureFixture[str]
-) -> None:
-    show = progress_lines()
-    for done in range(5):
-        clock(9.0)
-        show("compiling", done, 5)
-    assert capsys.readouterr().err == "flashtune: compiling: 2 of 5\n"

@@ -3,7 +3,6 @@
 import random
 import resource
 import shlex
-import string
 import time
 from collections.abc import Callable
 
@@ -72,33 +71,6 @@ def test_json_line_round_trips_the_problem(problem: Problem) -> None:
     row = msgspec.json.decode(msgspec.json.encode(problem))
     shape = ",".join(f"{key}={str(value).lower()}" for key, value in row.items())
     assert parse_shape(shape) == (normal_form(problem),)
-
-
-words = st.sampled_from([*KEYS, "1", "64", "0", "-3", "bf16", "top_left", "512..4096", "4..3", "1:0", ":"])
-marks = st.sampled_from([",", "=", "|", "..", " ", "", "\n", "\x00", "٣", "1_0"])
-
-
-numbers = st.tuples(st.sampled_from(KEYS), st.text(string.digits + ".|", max_size=12)).map("=".join)
-
-
-@given(
-    st.one_of(
-        st.text(max_size=80),
-        st.lists(words | marks, max_size=30).map("".join),
-        st.lists(numbers, max_size=8).map(",".join),
-    )
-)
-def test_any_text_is_parsed_or_refused_in_one_sentence(text: str) -> None:
-    try:
-        parsed = parse_shape(text)
-    except UsageError as error:
-        sentence = str(error)
-        parsed = ()
-    else:
-        sentence = ""
-        assert parsed
-    assert all(isinstance(problem, Problem) for problem in parsed)
-    assert "\n" not in sentence
 
 
 VALUES = (

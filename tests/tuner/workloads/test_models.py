@@ -7,7 +7,7 @@ from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Causal, Dtype, Feature, Problem
 from flashtune.core.target import find_target
 from flashtune.templates.family import unsupported_reason
-from flashtune.templates.registry import families, find_family
+from flashtune.templates.registry import families
 from flashtune.tuner.workloads.model_sizes import ModelSizes, Phase
 from flashtune.tuner.workloads.models import ModelAttention, as_called, model_calls, model_problems
 from flashtune.tuner.workloads.presets import MODELS, find_model
@@ -19,15 +19,6 @@ def test_table_has_unique_models_with_sources() -> None:
     assert len(MODELS) >= 25
     assert len({model.name for model in MODELS}) == len(MODELS)
     assert all(model.source for model in MODELS)
-
-
-@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
-def test_every_prefill_without_features_is_supported(model: ModelAttention) -> None:
-    problems = model_problems(model, ModelSizes(seqlen="16384"))
-    assert len(problems) == len(model.kinds)
-    assert {problem.dtype for problem in problems} == {model.dtype}
-    family, target = find_family("forward_q_outer"), find_target("h200")
-    assert all(problem.features or family.supports(problem, target) is None for problem in problems)
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)

@@ -1,4 +1,4 @@
-from contextlib import nullcontext
+import json
 from pathlib import Path
 
 import msgspec
@@ -10,14 +10,12 @@ from hypothesis import strategies as st
 from flashtune.core.errors import UsageError
 from flashtune.core.kernel import Alignment, Specialization
 from flashtune.core.problem import Problem
-from flashtune.core.record import Provenance
 from flashtune.core.target import find_target
 from flashtune.recording.recorder import CallCount, add_counts
 from flashtune.tuner.analysis.explain import roofline
 from flashtune.tuner.analysis.recorded import WeightedProblem, read_weighted, summary, weigh
 from flashtune.tuner.cli import main
 from flashtune.tuner.cli.commands import search
-from flashtune.tuner.search.request import SearchRequest, SearchResult, Stop, Tally
 from flashtune.tuner.workloads.models import backward_of
 from flashtune.tuner.workloads.shapes import parse_shape
 
@@ -109,40 +107,15 @@ def test_unsupported_problems_are_left_out(tmp_path: Path, capsys: pytest.Captur
     assert "1 recorded problems are left out" in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_training_searches_both_passes_of_recorded_calls(
-    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[SearchRequest] = []
+def test_training_searches_both_passes_of_recorded_calls(file: Path, tmp_path: Path) -> None:
+    options = f"--target h200 --db {tmp_path}/own.sqlite --json --dry-run --from {file} --top 2".split()
 
-    def searched(request: SearchRequest, *rest: object) -> SearchResult:
-        seen.append(request)
-        return SearchResult(
-            problem=request.problem,
-            target=H200,
-            provenance=Provenance.PREDICTED,
-            stop=Stop.TRIALS,
-            seconds=1.0,
-            counts=Tally({}),
-            candidates=1,
-            best=None,
-            best_id=None,
-            is_selected=False,
-            default=None,
-        )
+    def searched(*more: str) -> list[str]:
+        done = CliRunner().invoke(main, ["search", *options, *more])
+        assert done.exit_code == 0, done.output
+        return [row["problem"] for row in json.loads(done.stdout)]
 
-    monkeypatch.setattr("flashtune.tuner.search.driver.run_search", searched)
-    monkeypatch.setattr("flashtune.tuner.execution.backend.open_workers", lambda *_: nullcontext())
-    options = ["--target", "h200", "--db", str(tmp_path / "own.sqlite"), "--json"]
-    recorded = ["--from", str(file), "--top", "2"]
-    CliRunner().invoke(main, ["search", *options, *recorded, "--phase", "training"])
     longest, middle = shape(8192), shape(1024)
-    assert [(request.problem, request.lse) for request in seen] == [
-        (longest, True),
-        (backward_of(longest), False),
-        (middle, True),
-        (backward_of(middle), False),
-    ]
-    seen.clear()
-    CliRunner().invoke(main, ["search", *options, *recorded])
-    assert [(request.problem, request.lse) for request in seen] == [(longest, False), (middle, False)]
+    assert searched() == [longest.key, middle.key]
+    both = (longest, backward_of(longest), middle, backward_of(middle))
+    assert searched("--phase", "training") == [problem.key for problem in both]

@@ -121,14 +121,3 @@ def test_some_pairs_match_single_lookups(numbers: tuple[int, ...]) -> None:
     assert torch.equal(some.of_queries(PROBLEM, queries), queries.flatten(0, 1)[heads])
     assert torch.equal(some.of_queries(PROBLEM, queries, EVERY[1:3]), queries.flatten(0, 1)[heads][:, :, 1:3])
     assert torch.equal(some.of_keys(PROBLEM, keys), keys.flatten(0, 1)[list(numbers)])
-
-
-def test_pairs_in_another_order_are_looked_up() -> None:
-    turned = pairs_of(EVERY.flip(0))
-    assert not turned.are_all(PROBLEM)
-    keys = torch.randn(3, 2, 4)
-    assert torch.equal(turned.of_keys(PROBLEM, keys), keys.flatten(0, 1).flip(0))
-
-
-def test_heads_are_numbered_through_all_sequences() -> None:
-    assert torch.equal(pairs_of(EVERY).numbers(PROBLEM).flatten(), torch.arange(18))

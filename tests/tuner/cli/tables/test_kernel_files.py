@@ -17,7 +17,7 @@ from flashtune.db.store import open_store
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from flashtune.tuner.tables.table_files import file_name, kernel_files, triton_configs
-from tests.support.records import MakeRecord
+from tests.support.records import MakeRecord, make_record
 from tests.tuner.cli.conftest import Run
 
 Stored = tuple[Record, ...]
@@ -123,6 +123,14 @@ def test_stored_text_cannot_escape_its_comment(make_record: MakeRecord) -> None:
     (file,) = kernel_files((msgspec.structs.replace(record, versions=versions),))
     header = file.text.removesuffix(source_of(record))
     assert all(line.startswith("#") or not line for line in header.splitlines())
+
+
+def test_exported_file_documents_the_gradient_call() -> None:
+    shape = "heads=4,kv_heads=2,seqlen=512,head_dim=64,dtype=bf16,causal,backward"
+    (file,) = kernel_files([make_record(shape, family="backward_split")])
+    assert file.name.startswith("backward_split_bf16_d64_causal_bottom_right_m")
+    assert "# `attention_backward(q, k, v, out, lse, dout, scale)` runs it." in file.text
+    assert "def attention_backward(" in file.text
 
 
 def test_triton_configs_are_valid(run: Run, two_gpus: Stored, tmp_path: Path) -> None:

@@ -8,10 +8,10 @@ from flashtune.core.kernel import Specialization
 from flashtune.core.target import find_target
 from flashtune.templates.forward_q_outer.space import Loads
 from flashtune.templates.registry import find_family
-from flashtune.tuner.candidates import Candidate, FamilySpace, SearchTask, open_spaces
+from flashtune.tuner.candidates import Candidate, SearchTask, open_spaces
 from flashtune.tuner.search.optuna_study import TrialResult
 from flashtune.tuner.search.proposer import FAMILY_CHANCES, DefaultStrategy, neighbours
-from flashtune.tuner.search.ranking import Ranked, rank, varied
+from flashtune.tuner.search.ranking import rank, varied
 from tests.tuner.search.fakes import FAMILY, a_config, a_problem, a_space, alike, by_tile
 
 PORTABLE = ("forward_kv_outer", "forward_q_outer")
@@ -30,13 +30,6 @@ def ms_of(candidate: Candidate) -> float:
     measurement = by_tile(candidate).measurement
     assert measurement is not None
     return measurement.ms
-
-
-def test_open_candidates_are_not_proposed_again(scope: SearchTask) -> None:
-    proposer = proposer_of(scope)
-    proposed = [proposer.ask() for _ in range(8)]
-    assert None not in proposed
-    assert len(set(proposed)) == 8
 
 
 def test_enqueued_trials_come_first_in_order(scope: SearchTask) -> None:
@@ -72,16 +65,6 @@ def test_failures_are_completed_trials_with_a_violated_constraint(scope: SearchT
     assert fine.constraints == {"capacity": 0.0, "right": 0.0}
 
 
-def test_inactive_axes_are_not_suggested(scope: SearchTask) -> None:
-    proposer = proposer_of(scope)
-    while (candidate := proposer.ask()) is not None:
-        proposer.tell(candidate, TrialResult(ms_of(candidate)))
-    for trial in trials_of(proposer):
-        descriptor = trial.params[f"{FAMILY}.loads"] == 1
-        assert (f"{FAMILY}.overlap_qk" in trial.params) is descriptor
-        assert f"{FAMILY}.num_stages" not in trial.params
-
-
 def test_one_study_covers_all_families() -> None:
     problem, target = a_problem(), find_target("h100")
     scope = SearchTask(problem, target, Specialization(), open_spaces(problem, target, PORTABLE))
@@ -90,29 +73,6 @@ def test_one_study_covers_all_families() -> None:
     assert {candidate.family for candidate in proposed} == {"forward_kv_outer", "forward_q_outer"}
     for candidate in proposed:
         assert type(candidate.config) is find_family(candidate.family).config_type
-
-
-def test_sampler_finds_the_best_faster_than_random_search() -> None:
-    space = a_space(block_ms=(16, 32, 64, 128, 256, 512), warps=(1, 2, 4, 8, 16))
-    scope = SearchTask(
-        a_problem(), find_target("h100"), Specialization(), (FamilySpace(find_family(FAMILY), space),)
-    )
-    ordered = sorted(scope.candidates(), key=ms_of)
-    proposer = DefaultStrategy(scope, (), [Ranked(candidate, 1.0) for candidate in ordered[::-1]], {}, seed=3)
-    told = []
-    for _ in range(60):
-        candidate = proposer.ask()
-        assert candidate is not None
-        config = candidate.config
-        # A third of the space fails, as large tiles do.
-        fails = getattr(config, "block_m", 0) == 512
-        proposer.tell(candidate, TrialResult(None, excess=1.0) if fails else TrialResult(ms_of(candidate)))
-        told.append((fails, candidate))
-    right = [candidate for fails, candidate in told if not fails]
-    working = [candidate for candidate in ordered if getattr(candidate.config, "block_m", 0) != 512]
-    assert min(map(working.index, right)) <= 2
-    late_failures = sum(fails for fails, _ in told[-20:])
-    assert late_failures <= 6
 
 
 def test_ranking_contains_fitting_candidates_and_initial_design_varies() -> None:
@@ -185,11 +145,3 @@ def test_neighbours_of_the_fastest_are_proposed_soon(scope: SearchTask) -> None:
     proposed = [proposer.ask() for _ in range(4 * len(beside))]
     assert beside <= set(proposed)
     assert len(set(proposed)) == len(proposed)
-
-
-def test_failed_candidates_have_no_proposed_neighbours(scope: SearchTask) -> None:
-    failed = Candidate(FAMILY, a_config())
-    proposer = DefaultStrategy(scope, (failed,), alike(scope), {}, seed=0)
-    assert proposer.ask() == failed
-    proposer.tell(failed, TrialResult(None))
-    assert proposer._neighbour_of_best() is None

@@ -18,7 +18,6 @@ from flashtune.templates.rendering import render
 from flashtune.tuner.candidates import Candidate, SearchTask
 from flashtune.tuner.execution import gpu_jobs, processes
 from flashtune.tuner.execution.compile_pool import Compiled, CompilePool, compile_candidate
-from flashtune.tuner.execution.evaluation import Evaluation
 from flashtune.tuner.execution.gpu_jobs import evaluate_candidate, prepare
 from flashtune.tuner.execution.gpu_worker import GpuWorker
 from flashtune.tuner.execution.machine_probe import Probe, fault_of, look_for_fault, start_probe
@@ -27,7 +26,7 @@ from flashtune.verification.schedule_fuzzing import delayed
 from tests.tuner.search import fakes
 from tests.tuner.search.conftest import Jobs
 from tests.tuner.search.fakes import FAMILY, FakeCompiler, FakeMeasurer, a_config, by_tile
-from tests.tuner.search.small_search import SIZE, search
+from tests.tuner.search.small_search import search
 
 CANDIDATE = Candidate(FAMILY, a_config())
 WAIT = 600.0
@@ -139,32 +138,6 @@ def test_crash_is_an_outcome_unless_memory_is_limited(monkeypatch: pytest.Monkey
     assert fault_of(crashed, WELL, "a process") == ""
     limit = 2 << 30
     assert "crashed under a limit of memory" in fault_of(crashed, WELL, "a process")
-
-
-def stop_after(count: int, measurer: FakeMeasurer) -> None:
-    def judge(candidate: Candidate) -> Evaluation:
-        if len(measurer.seen) > count:
-            raise MachineError("the disk is full")
-        return by_tile(candidate)
-
-    measurer.judge = judge
-
-
-def test_search_stopped_by_a_machine_fault_keeps_finished_results(store: Store) -> None:
-    measurer = FakeMeasurer(by_tile)
-    stop_after(7, measurer)
-    with pytest.raises(MachineError) as caught:
-        search(store, measurer)
-    assert caught.value.exit_code == 1
-    kept = [entry.record for entry in store.records()]
-    assert {record.outcome for record in kept} == {Outcome.OK}
-    assert len(kept) == 7
-    (selected,) = store.selections()
-    assert selected.record.ms == min(record.ms or 0.0 for record in kept)
-    # The same search in a healthy environment goes on from there.
-    result = search(store, FakeMeasurer(by_tile))
-    assert result.counts.reused == 7
-    assert result.counts.outcomes == {Outcome.OK: SIZE}
 
 
 def test_finished_gpu_results_are_stored_on_a_full_disk(store: Store) -> None:
