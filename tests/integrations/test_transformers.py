@@ -441,7 +441,7 @@ def test_no_mask_waits_for_a_device(served: Served, case: str) -> None:
 
 
 def test_compiled_models(served: Served) -> None:
-    name = "gpt_oss"
+    name = "mistral"
     inputs = inputs_of(name, "left")
     model = model_of(transformers, name, "tuned_attention", dtype=DOUBLE)
     want = reference(model_of(transformers, name, "eager", dtype=DOUBLE), inputs)

@@ -21,7 +21,15 @@ from flashtune.core.notices import FlashtuneWarning
 from flashtune.core.problem import Direction, Problem
 from flashtune.recording import recorder
 from flashtune.recording.callers import called_by, present_caller
-from flashtune.recording.recorder import MAX_CALLS, CallCount, add_counts, counted, merged, read_counts
+from flashtune.recording.recorder import (
+    MAX_CALLS,
+    CallCount,
+    add_counts,
+    counted,
+    merged,
+    read_counts,
+    recordings_of_process,
+)
 from flashtune.runtime.session import SESSION
 from tests.support.machine import PROBLEM, Machine, inputs, tuned
 from tests.support.records import make_record
@@ -215,33 +223,26 @@ print(serve(-1), serve(-2))
 """
 
 
-def run_recorded(name: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, RECORD_VARIABLE: name}
-    argv = [sys.executable, "-c", PROGRAM]
-    return subprocess.run(argv, env=environment, capture_output=True, text=True, check=False)
-
-
 @pytest.mark.slow
 def test_environment_variable_records_a_process(file: Path) -> None:
-    told = run_recorded(str(file))
+    environment = {**os.environ, RECORD_VARIABLE: str(file)}
+    argv = [sys.executable, "-c", PROGRAM]
+    told = subprocess.run(argv, env=environment, capture_output=True, text=True, check=False)
     assert (told.returncode, told.stdout) == (0, "1 2\n"), told.stderr
     assert [count.calls for count in read_counts(file)] == [2]
 
 
-@pytest.mark.slow
-def test_invalid_file_in_environment_variable_causes_a_warning(file: Path) -> None:
-    told = run_recorded(str(file.parent / "none" / "x.jsonl"))
-    assert FlashtuneWarning.__name__ in told.stderr
-    assert "no such folder" in told.stderr
-
-
-@pytest.mark.slow
-def test_variable_that_names_no_file_does_not_fail_the_import() -> None:
-    environment = {**os.environ, RECORD_VARIABLE: "x" * 300}
-    argv = [sys.executable, "-c", "import flashtune.runtime.session"]
-    told = subprocess.run(argv, env=environment, capture_output=True, text=True, check=False)
-    assert told.returncode == 0, told.stderr
-    assert "FLASHTUNE_RECORD is too long for a path" in told.stderr
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("none/x.jsonl", "no such folder"), ("x" * 300, "FLASHTUNE_RECORD is too long for a path")],
+)
+def test_invalid_file_in_environment_variable_causes_a_warning(
+    name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(RECORD_VARIABLE, name)
+    with pytest.warns(FlashtuneWarning, match=message):
+        assert recordings_of_process() == ()
 
 
 def test_file_permissions_are_preserved(file: Path) -> None:

@@ -42,6 +42,8 @@ CHOICES: dict[str, Sequence[Any]] = {
     "transpose_dq": (False, True),
     "reduction": tuple(Reduction),
 }
+# A search of packed sequences of four at a time, so that few sequences take several steps.
+SHORT_STEPS = "SEARCHED = tl.constexpr(256)", "SEARCHED = tl.constexpr(4)"
 close = functools.partial(torch.testing.assert_close, atol=2e-5, rtol=1e-5)
 
 
@@ -95,8 +97,12 @@ def run(
     index_bits: int = 32,
     lse: bool = True,
     before: float = torch.nan,
+    instead: tuple[str, str] = ("", ""),
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp, in memory that contained `before`. Without `lse` no log-sum-exp is written."""
+    """Output and log-sum-exp, in memory that contained `before`. Without `lse` no log-sum-exp is written.
+
+    `instead` is a part of the source and what replaces it.
+    """
     assert family.supports(problem, TARGET) is None
     q, k, v, side, scale = call
     out = torch.full((*q.shape[:3], v.shape[-1]), before)
@@ -104,6 +110,8 @@ def run(
     required = specialization_of((q, k, v, out), lse)
     specialization = Specialization(required.alignment, max(required.index_bits, index_bits), lse)
     kernel = render(family, problem, config, specialization)
+    assert instead[0] in kernel.source
+    kernel = msgspec.structs.replace(kernel, source=kernel.source.replace(*instead))
     launch = bind(kernel, TARGET, ForwardTensors(q, k, v, out), side, allocate=poisoned)
     launch((q, k, v, out, row_lse if lse else None), scale, side)
     return out, row_lse

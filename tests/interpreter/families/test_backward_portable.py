@@ -206,7 +206,7 @@ def test_deterministic_gradients_are_unsupported() -> None:
 @pytest.mark.tritons
 @pytest.mark.sampled
 @BY_FAMILY
-@pytest.mark.parametrize("features", [{}, {"dropout": True}, {"dropout": True, "alibi": True}], ids=str)
+@pytest.mark.parametrize("features", [{}, {"dropout": True, "alibi": True}], ids=str)
 def test_rendered_module_is_standalone(family: Family, features: dict[str, bool]) -> None:
     problem = a_problem(head_dim=16, kv_heads=2, **features)
     call = make_call(problem)

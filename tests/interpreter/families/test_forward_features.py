@@ -13,6 +13,7 @@ from flashtune.core.problem import Bias, Causal, KvDtype, KvScale, Problem
 from flashtune.templates.family import Family
 from flashtune.templates.registry import find_family
 from tests.interpreter.families.kernel_calls import (
+    SHORT_STEPS,
     Call,
     a_problem,
     check,
@@ -107,10 +108,10 @@ def test_many_sequences_are_found_in_several_search_steps(family: Family) -> Non
     """More sequences than one search step covers, most of them empty or of one query."""
     torch.manual_seed(0)
     if family is MASKED:
-        queries = keys = tuple(index % 3 if index % 40 else 35 for index in range(150))
+        queries = keys = tuple(index % 3 if index % 13 else 35 for index in range(38))
         sides = (32, 32)
     else:
-        queries, keys = (tuple(index % count for index in range(150)) for count in (4, 7))
+        queries, keys = (tuple(index % count for index in range(38)) for count in (4, 7))
         sides = (16, 16)
     shape = {"packed": sum(queries), "batch": len(queries), "heads": 2, "kv_heads": 1}
     problem = problem_of(family, **shape, causal=Causal.BOTTOM_RIGHT, head_dim=16)
@@ -118,11 +119,12 @@ def test_many_sequences_are_found_in_several_search_steps(family: Family) -> Non
     k, v = (torch.randn(1, 1, sum(keys), 16) for _ in range(2))
     side = ExtraInputs(cu_seqlens_q=starts(queries), cu_seqlens_kv=starts(keys))
     changes: dict[str, Any] = {} if family is MASKED else {"num_splits": 1}
-    check(family, problem, Call(q, k, v, side), small_config(family, "many", sides, **changes))
+    config = small_config(family, "many", sides, **changes)
+    check(family, problem, Call(q, k, v, side), config, instead=SHORT_STEPS)
 
 
 @pytest.mark.tritons
-@pytest.mark.parametrize("name", ["window_right", "packed", "e4m3_page", "additive", "softcap", "dropout"])
+@pytest.mark.parametrize("name", ["packed", "e4m3_page", "additive", "dropout"])
 def test_rendered_module_is_standalone(name: str) -> None:
     """`attention` of the rendered module accepts extra inputs by name, and a negative scale."""
     torch.manual_seed(0)

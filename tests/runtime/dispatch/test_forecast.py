@@ -11,7 +11,7 @@ import flashtune
 from benchmarks.dispatch_regret.analysis import _tables, draw_problems
 from flashtune.core.kernel import Alignment, Specialization
 from flashtune.core.notices import FlashtuneWarning
-from flashtune.core.problem import BlockLists, Causal, Dtype, KvDtype, KvScale, Problem
+from flashtune.core.problem import BlockLists, Causal, Dtype, KvDtype, KvScale
 from flashtune.core.record import Provenance, Record, VerificationStatus
 from flashtune.db.eligibility import by_problem
 from flashtune.dispatch.forecast import forecast
@@ -21,7 +21,7 @@ from flashtune.dispatch.tables import Tables
 from flashtune.templates.forward_hopper.space import HopperConfig, Order
 from flashtune.templates.registry import find_family
 from tests.support.machine import Machine, inputs
-from tests.support.records import shipped_table_of
+from tests.support.records import make_record, shipped_table_of
 from tests.support.untuned import TARGET, anyone, shape
 from tests.support.values import present
 
@@ -150,9 +150,7 @@ def test_decoding_ignores_times_of_many_queries() -> None:
     selection = select(problem, TARGET, _tables(tuple(many)), Specialization(), generated=True)
     assert (selection.source, selection.record.family) == ("default", DECODING_FAMILY)
     decoded = msgspec.structs.replace(problem, seqlen_kv=8192)
-    config = find_family(DECODING_FAMILY).default(decoded, TARGET)
-    plain = next(record for record in many if not record.problem.features)
-    timed = msgspec.structs.replace(plain, problem=decoded, family=DECODING_FAMILY, config=config)
+    timed = make_record(decoded, 0.03, family=DECODING_FAMILY)
     selection = select(problem, TARGET, _tables((*many, timed)), Specialization(), generated=True)
     assert (selection.source, selection.record.family) == ("estimated", DECODING_FAMILY)
 
@@ -223,21 +221,14 @@ def test_nearest_record_serves_if_the_forecast_fails(machine: Machine) -> None:
 
 def test_family_that_was_not_tuned_with_features_is_considered() -> None:
     problem = shape(batch=1, seqlen=8192, softcap=True)
-    masked = find_family("forward_masked")
-    like = next(record for record in RECORDS if record.family == "forward_hopper")
-    tuned = msgspec.structs.replace(
-        like, problem=problem, family=masked.name, config=masked.default(problem, TARGET)
-    )
 
     def serves(record: Record) -> bool:
         return problem.features <= find_family(record.family).features
 
     def found(ms: float) -> Record:
-        measured = msgspec.structs.replace(present(tuned.measurement), ms=ms, p20=ms, p80=ms, peers=())
-        timed = msgspec.structs.replace(tuned, measurement=measured)
+        timed = make_record(problem, ms, family="forward_masked")
         longer = msgspec.structs.replace(problem, seqlen_q=9000, seqlen_kv=9000)
-        result = present(forecast(longer, (*RECORDS, timed), TARGET, serves))
-        return result[0]
+        return present(forecast(longer, (*RECORDS, timed), TARGET, serves))[0]
 
     assert found(100.0).family == "forward_hopper"
     assert found(100.0).verdict is None
@@ -249,38 +240,18 @@ def test_family_that_was_not_tuned_with_features_is_considered() -> None:
     "caches", [{}, {"kv_dtype": KvDtype.E4M3, "kv_scale": KvScale.HEAD}], ids=["bf16", "e4m3"]
 )
 def test_untuned_chunks_of_prompts_in_pages_use_hopper(page_size: int, caches: dict[str, object]) -> None:
-    def chunk(seqlen_kv: int) -> Problem:
-        return shape(
-            heads=32,
-            kv_heads=8,
-            batch=16,
-            seqlen_q=512,
-            seqlen_kv=seqlen_kv,
-            packed=8192,
-            page_size=page_size,
-            **caches,
-        )
+    chunk = shape(heads=32, kv_heads=8, batch=16, seqlen_q=512, packed=8192, page_size=page_size, **caches)
+    longer, shorter = (msgspec.structs.replace(chunk, seqlen_kv=length) for length in (5120, 4608))
 
-    def family(*more: Record) -> str:
-        tables = Tables(by_problem((*RECORDS, *more)), {})
-        return select(chunk(4608), TARGET, tables, Specialization(), generated=True).record.family
-
-    masked = find_family("forward_masked")
-    like = next(record for record in RECORDS if record.family == "forward_hopper")
-
-    def portable(ms: float) -> Record:
-        return msgspec.structs.replace(
-            like,
-            problem=chunk(5120),
-            family=masked.name,
-            config=masked.default(chunk(5120), TARGET),
-            measurement=msgspec.structs.replace(present(like.measurement), ms=ms, p20=ms, p80=ms, peers=()),
-        )
+    def family(*ms: float) -> str:
+        portable = (make_record(longer, took, family="forward_masked") for took in ms)
+        tables = Tables(by_problem((*RECORDS, *portable)), {})
+        return select(shorter, TARGET, tables, Specialization(), generated=True).record.family
 
     assert family() == "forward_hopper"
     # More than twice the time that forward_hopper takes there on an H200, and less than a fifth of it.
-    assert family(portable(2.6)) == "forward_hopper"
-    assert family(portable(0.13)) == "forward_masked"
+    assert family(2.6) == "forward_hopper"
+    assert family(0.13) == "forward_masked"
 
 
 def family_of_blocks(length: int, **changes: object) -> str:

@@ -273,10 +273,8 @@ def test_unmeasured_configs_have_larger_margins(
 @pytest.mark.parametrize("masks", list(itertools.permutations((Causal.NONE, Causal.BOTTOM_RIGHT))), ids=str)
 def test_winners_of_equivalent_masks_are_considered(masks: tuple[Causal, ...], causal: Causal) -> None:
     tuned = shape(heads=32, kv_heads=8, batch=4, seqlen_q=1, seqlen_kv=8192)
-    config = find_family(DECODING_FAMILY).default(tuned, TARGET)
-    won = msgspec.structs.replace(RECORDS[0], family=DECODING_FAMILY, config=config)
     named = (msgspec.structs.replace(tuned, causal=mask) for mask in masks)
-    both = [msgspec.structs.replace(won, problem=problem) for problem in named]
+    both = [make_record(problem, family=DECODING_FAMILY) for problem in named]
     asked = msgspec.structs.replace(tuned, seqlen_kv=9000, causal=causal)
     estimate = present(forecast(asked, both, TARGET, anyone))
     assert estimate[1].nearest.problem.causal is causal

@@ -53,21 +53,6 @@ def test_descriptors_precede_other_arguments(gpu: Driver) -> None:
     assert len(gpu.filled) == 4
 
 
-def test_side_inputs_and_scalars_are_passed_by_name(gpu: Driver) -> None:
-    q, k, v, out = (a_tensor() for _ in range(4))
-    starts, seed = torch.zeros(3, dtype=torch.int32), torch.tensor([1])
-    arguments = DescriptorArguments([[pattern(q)] for _ in range(4)], [NOTES] * 4)
-    kernel = Noted()
-    stages = queued((kernel, "described out cu_seqlens_q seed scale dropout"))
-    launch = launch_of(stages, FORWARD, CPU, described=DESCRIBED, arguments=arguments)
-    launch((q, k, v, out, None), 0.5, ExtraInputs(cu_seqlens_q=starts, seed=seed, dropout=0.25))
-    described = found(arguments, q, k, v, out)
-    assert kernel.values == [
-        (*described, out.data_ptr(), starts.data_ptr(), seed.data_ptr(), 0.5, 0.25),
-    ]
-    assert len(gpu.filled) == 4
-
-
 def test_epilogue_receives_the_workspaces_of_the_kernel(gpu: Driver) -> None:
     q, k, v, out = (a_tensor() for _ in range(4))
     lse, lengths = torch.empty(2, 4, 128), torch.zeros(2, dtype=torch.int32)
