@@ -3,11 +3,10 @@
 import functools
 from collections.abc import Callable, Sequence
 
-import msgspec
 import torch
 from torch import Tensor
 
-from flashtune.core.problem import Bias, Causal, Dtype, Problem
+from flashtune.core.problem import Bias, Causal, Dtype, Problem, score_bytes
 from flashtune.core.target import Target, find_target
 from flashtune.dispatch.sdpa_times import MATH, unfused_leads, unfused_pair_leads
 from flashtune.launch.launch import MIN_SCALE
@@ -20,9 +19,9 @@ scaled_dot_product_attention = torch._C._nn.scaled_dot_product_attention
 PEERS = {0: MATH, 1: "sdpa-flash", 2: "sdpa-efficient", 3: "sdpa-cudnn"}
 # Backends load this many bytes at once.
 ADDRESS_ALIGNMENT = 16
-# Largest number of float32 scores of calls with shared heads and gradients that SDPA's unfused path serves.
+# Largest bytes of scores for which calls with shared heads and gradients always take SDPA's unfused path.
 # Measured at 10 shapes on an H200.
-FEW_GRADIENT_SCORES = 2**24
+FEW_GRADIENT_BYTES = 2**26
 # The GPU for which times of SDPA's backends in float32 are compared.
 MEASURED_TARGET = "nvidia-h200"
 # Time of the launch of a copy in ms, measured on an H200.
@@ -79,62 +78,31 @@ def shares_heads(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: b
         return True
     if not torch.backends.cuda.math_sdp_enabled():
         return False
-    sizes = (*q.shape, *k.shape[1:3])
     # A compiled program must not be limited to the sizes that it was traced with.
-    if any(isinstance(size, torch.SymInt) for size in sizes):
+    if any(isinstance(size, torch.SymInt) for size in (*q.shape, *k.shape)):
         return False
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return _unfused_pair_leads(*sizes, dtype_of(q), causal)
-    return _unfused_leads(*sizes, mask is not None, 0 if mask is None else _padded_bytes(mask))
-
-
-@functools.lru_cache(maxsize=8192)
-def _unfused_leads(
-    batch: int,
-    heads: int,
-    seqlen_q: int,
-    head_dim: int,
-    kv_heads: int,
-    seqlen_kv: int,
-    masked: bool,
-    padded_bytes: int,
-) -> bool:
-    problem = _shared_problem(batch, heads, seqlen_q, head_dim, kv_heads, seqlen_kv, Dtype.FP32)
-    problem = msgspec.structs.replace(problem, bias=Bias.ADDITIVE if masked else Bias.NONE)
-    return unfused_leads(problem, padded_bytes, find_target(MEASURED_TARGET))
-
-
-@functools.lru_cache(maxsize=8192)
-def _unfused_pair_leads(
-    batch: int,
-    heads: int,
-    seqlen_q: int,
-    head_dim: int,
-    kv_heads: int,
-    seqlen_kv: int,
-    dtype: Dtype,
-    causal: bool,
-) -> bool:
-    problem = _shared_problem(batch, heads, seqlen_q, head_dim, kv_heads, seqlen_kv, dtype)
-    problem = msgspec.structs.replace(problem, causal=Causal.TOP_LEFT if causal else Causal.NONE)
-    few = batch * heads * seqlen_q * seqlen_kv <= FEW_GRADIENT_SCORES
-    return few or unfused_pair_leads(problem)
-
-
-def _shared_problem(
-    batch: int, heads: int, seqlen_q: int, head_dim: int, kv_heads: int, seqlen_kv: int, dtype: Dtype
-) -> Problem:
-    return Problem(
-        dtype=dtype,
-        head_dim=head_dim,
-        value_head_dim=head_dim,
-        heads=heads,
-        kv_heads=kv_heads,
-        batch=batch,
-        seqlen_q=seqlen_q,
-        seqlen_kv=seqlen_kv,
-        causal=Causal.NONE,
+    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    problem = Problem(
+        dtype=dtype_of(q) if needs_grad else Dtype.FP32,
+        head_dim=q.shape[3],
+        value_head_dim=q.shape[3],
+        heads=q.shape[1],
+        kv_heads=k.shape[1],
+        batch=q.shape[0],
+        seqlen_q=q.shape[2],
+        seqlen_kv=k.shape[2],
+        causal=Causal.TOP_LEFT if causal and needs_grad else Causal.NONE,
+        bias=Bias.NONE if mask is None else Bias.ADDITIVE,
     )
+    return _unfused_leads(problem, 0 if mask is None or needs_grad else _padded_bytes(mask), needs_grad)
+
+
+@functools.lru_cache(maxsize=8192)
+def _unfused_leads(problem: Problem, padded_bytes: int, needs_grad: bool) -> bool:
+    if needs_grad:
+        few = score_bytes(problem) <= FEW_GRADIENT_BYTES
+        return few or unfused_pair_leads(problem)
+    return unfused_leads(problem, padded_bytes, find_target(MEASURED_TARGET))
 
 
 def _padded_bytes(mask: Tensor) -> int:
