@@ -219,7 +219,9 @@ def test_an_interrupt_of_a_whole_process_group_prints_no_traceback(delay: float)
         time.sleep(delay)
         os.killpg(process.pid, signal.SIGINT)
         said = "".join([*lines, process.stderr.read()])
-        assert process.wait() == 130, said
+        # Python itself ends by the signal if that interrupted the text of an `exec`, such as a dataclass's.
+        # Shells report 130 for both.
+        assert process.wait() in (130, -signal.SIGINT), said
     assert "resume with: flashtune search" in said
     assert "Traceback" not in said
 
