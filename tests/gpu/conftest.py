@@ -22,7 +22,7 @@ def untuned() -> Iterator[None]:
 
 @pytest.fixture
 def kernels_win(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
-    """Sets whether kernels count as faster than torch's operators. Those that do need no times of float32."""
+    """Sets whether kernels count as faster than torch's operators. With True, float32 needs no times."""
 
     def set_faster(faster: bool) -> None:
         monkeypatch.setattr(decision, "beats", lambda *_: faster)

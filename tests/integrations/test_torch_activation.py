@@ -117,6 +117,10 @@ def test_a_context_ends_only_what_it_began(originals: Originals) -> None:
     with pytest.raises(KeyError), integration.activate():
         raise KeyError
     assert integration.is_active()
+    integration.deactivate()
+    with pytest.raises(KeyError), integration.activate():
+        raise KeyError
+    assert not integration.is_active()
 
 
 def test_another_name_is_taken(registry: dict[str, Any]) -> None:

@@ -440,6 +440,23 @@ def test_no_mask_waits_for_a_device(served: Served, case: str) -> None:
             assert pattern.orders[0].shape == (BATCH * arguments["q_length"],)
 
 
+def test_compiled_attention_with_spans(served: Served) -> None:
+    arguments = {"batch_size": BATCH, **mask_cases()["window and padding"]}
+    spans = masks.attention_mask(**arguments)
+    assert spans is not None
+    generator = torch.Generator().manual_seed(5)
+    q, k, v = torch.randn(3, BATCH, 4, LENGTH, 16, generator=generator, dtype=DOUBLE)
+
+    def attend(mask: Tensor) -> Tensor:
+        return integration.attention(torch.nn.Module(), q, k, v, mask)[0]
+
+    want = attend(spans)
+    torch._dynamo.reset()
+    compiled: Any = torch.compile(attend, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(spans), want, atol=1e-12, rtol=0)
+    assert len(served.calls) == 1
+
+
 def test_compiled_models(served: Served) -> None:
     name = "mistral"
     inputs = inputs_of(name, "left")

@@ -56,6 +56,13 @@ def test_a_negative_scale_negates_the_queries(machine: Machine) -> None:
     torch.testing.assert_close(planned(q, k, v), expected(q, k, v, scale=-0.3))
 
 
+def test_a_selected_baseline_returns_no_log_sum_exp(machine: Machine) -> None:
+    tuned(machine, make_record(PROBLEM, family="sdpa"))
+    q, k, v = inputs(PROBLEM)
+    assert flashtune.explain(q, k, v, causal=True).backend == "sdpa"
+    assert flashtune.explain(q, k, v, causal=True, return_lse=True).backend == "generated"
+
+
 @pytest.mark.parametrize("kind", ["same", "strided", "unaligned", "wider"])
 def test_outputs_are_written_to_a_tensor_of_the_caller(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, kind: str

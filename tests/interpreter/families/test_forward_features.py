@@ -137,6 +137,11 @@ def test_rendered_module_is_standalone(name: str) -> None:
         extra["bias"] = side.bias[:, :, :0]
     empty, _ = attention(q[:, :, :0], k, v, **extra)
     assert empty.shape == (*q.shape[:2], 0, problem.value_head_dim)
+    if name in ("additive", "dropout"):
+        extra |= {} if side.bias is None else {"bias": side.bias[..., :0]}
+        out, lse = attention(q, k[:, :, :0], v[:, :, :0], **extra)
+        assert not out.any()
+        assert lse.isneginf().all()
 
 
 @pytest.mark.tritons

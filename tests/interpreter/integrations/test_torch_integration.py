@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ from torch import Tensor
 
 from flashtune.integrations import torch as integration
 from flashtune.integrations.flash_operators import CudnnForward, CudnnForwardInto
-from flashtune.runtime.session import SESSION
+from flashtune.recording.recorder import read_counts
+from flashtune.runtime.session import SESSION, record_calls
 from tests.support.attention_operators import (
     CUDNN,
     CUDNN_PACKED,
@@ -191,6 +193,19 @@ def test_gradients_with_a_bias(originals: Originals, name: str) -> None:
     dout = torch.randn_like(out)
     close(torch.autograd.grad(out, inputs, dout), torch.autograd.grad(want, inputs, dout.double()))
     assert originals.calls[f"{name}_backward"] == 0
+
+
+def test_calls_are_recorded(originals: Originals, tmp_path: Path) -> None:
+    inputs = tensors(requires_grad=True)
+    op = aten._scaled_dot_product_cudnn_attention
+    prepared(lambda: op(*inputs, None, True))
+    with record_calls(tmp_path / "calls.jsonl"):
+        for _ in range(3):
+            op(*inputs, None, True)
+            SESSION.wait()
+    counts = {count.problem: count.calls for count in read_counts(tmp_path / "calls.jsonl")}
+    assert sorted(problem.direction for problem in counts) == ["backward", "forward"]
+    assert set(counts.values()) == {3}
 
 
 def passed_on(q: Tensor, k: Tensor, v: Tensor) -> dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]]:

@@ -137,7 +137,7 @@ BackwardCase = dict[str, Any]
 
 @pytest.fixture
 def launches(machine: Machine) -> list[BackwardCase]:
-    """Launches, which note what they are given."""
+    """Launches that note their arguments."""
     calls: list[BackwardCase] = []
 
     def launch(

@@ -168,7 +168,7 @@ def test_options_are_grouped(run: Run) -> None:
     "arguments",
     [
         ("targets", "--json"),
-        # More than a buffer.
+        # The output is longer than a buffer.
         ("show", "--shipped", "--json"),
     ],
 )

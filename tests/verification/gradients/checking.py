@@ -47,7 +47,7 @@ def a_kernel(dlse: bool) -> Kernel:
 
 
 def of_problem(**fields: object) -> Hooks:
-    """A kernel that mistakes its problem for another."""
+    """A kernel that computes another problem."""
     return Hooks(problem=lambda problem: msgspec.structs.replace(problem, **fields))
 
 

@@ -15,7 +15,9 @@ from flashtune.core.target import find_target
 from flashtune.request.quantization import LARGEST, quantize
 from flashtune.templates.registry import find_family
 from flashtune.tuner.workloads.shapes import parse_shape
+from flashtune.verification import probes
 from flashtune.verification.cases import Case, Level, companions, far_cases, lengths_of, main_cases, tile_of
+from flashtune.verification.inputs import guarded_tensors
 from flashtune.verification.inputs.guarded_tensors import (
     Role,
     checksum,
@@ -65,6 +67,23 @@ def test_buffers_are_poisoned_and_stray_writes_are_counted() -> None:
     assert stray_writes(tensor) == 2
     poison(tensor)
     assert stray_writes(tensor) == 0
+
+
+def test_large_tensors_are_scanned_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guarded_tensors, "PART_ELEMENTS", 7)
+    tensor = guarded_flat((4, 5), CPU, Role.OUTPUT)
+    tensor.buffer[0] = tensor.buffer[-1] = 0.0
+    assert stray_writes(tensor) == 2
+
+
+@pytest.mark.parametrize("probe", [Probe.NEEDLE, Probe.FIRST, Probe.LAST])
+def test_large_tensors_have_the_values_of_small_ones(probe: Probe, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = make_problem()
+    small = make_values(probe, problem, 0.1, 64, torch.Generator().manual_seed(5))
+    monkeypatch.setattr(probes, "FEW_ELEMENTS", 0)
+    large = make_values(probe, problem, 0.1, 64, torch.Generator().manual_seed(5))
+    for left, right in zip(small, large, strict=True):
+        assert torch.equal(left, right)
 
 
 def test_input_nan_differs_from_output_poison() -> None:
