@@ -86,3 +86,16 @@ def test_correct_kernels_are_accepted(
     assert verdict.passed, verdict.failed
     assert verdict.device == "interpreter"
     assert 0 < verdict.worst_ratio <= 1
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_full_level_has_more_checks() -> None:
+    family = find_family("forward_q_outer")
+    problem = testing.problem("heads=2,kv_heads=1,seqlen=100,head_dim=16,dtype=fp32,causal=bottom_right")
+    quick, full = (
+        check_kernel(family, problem, _config(family, {}), Specialization(lse=True), TARGET, CPU, level)
+        for level in (Level.QUICK, Level.FULL)
+    )
+    assert quick.passed, quick.failed
+    assert full.passed, full.failed
+    assert full.checks > 3 * quick.checks

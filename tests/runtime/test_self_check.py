@@ -220,6 +220,11 @@ def test_without_a_lock_every_process_checks(tmp_path: Path) -> None:
     assert checker.calls == 1
 
 
+def test_processes_share_the_lock_of_a_kernel(tmp_path: Path) -> None:
+    assert SelfChecks(Checker(True), folder=lambda: tmp_path / "locks").passes(TASK)
+    assert (tmp_path / "locks" / f"{KERNEL.family}_{KERNEL.digest}.lock").exists()
+
+
 def test_self_check_imports_neither_sqlalchemy_nor_gradients(own_database: Path) -> None:
     """Importing them would take longer than the check."""
     program = (

@@ -162,6 +162,14 @@ def test_head_dims_up_to_256_are_supported(dtype: Dtype) -> None:
             assert FAMILY.supports(a_problem(head_dim, value_head_dim, dtype=dtype), H200) is None
 
 
+@pytest.mark.parametrize("columns", [64, 128])
+def test_wide_outputs_of_eight_bit_caches_are_stored_in_halves(columns: int) -> None:
+    problem = a_problem(columns, page_size=16, kv_dtype=KvDtype.E4M3)
+    config = a_config(problem)
+    assert FAMILY.space(problem, H200).contains(config)
+    assert config.split_epilogue is (columns == 128)
+
+
 def test_conversion_of_caches_takes_time() -> None:
     # Chunks of prompts on an H200: 655 TFLOP/s with pages of 16 in bf16, and 523 in e4m3.
     shape = {"heads": 32, "kv_heads": 8, "batch": 16, "seqlen_q": 512, "seqlen_kv": 4608, "packed": 8192}

@@ -31,6 +31,11 @@ def test_paper_grid_matches_the_papers() -> None:
     assert {problem.seqlen_q for problem in PAPER} == {512, 1024, 2048, 4096, 8192, 16_384}
 
 
+def test_grids_have_their_shapes() -> None:
+    assert {(problem.heads, problem.kv_heads) for problem in grid_problems("gqa")} == {(64, 8)}
+    assert {problem.seqlen_q for problem in grid_problems("backward")} == {2048, 8192}
+
+
 def test_case_names_are_unique_in_every_grid() -> None:
     for name in GRIDS:
         cases = [case_of(problem) for problem in grid_problems(name)]
@@ -120,6 +125,7 @@ def test_absolute_figures_need_no_cudnn() -> None:
     assert against([bench], figures_of(PAPER[0], cudnn=1200)) is None
     result = against([bench], figures_of(PAPER[0], absolute=True, cudnn=1200))
     assert result is not None
+    assert result.worst.best == "cudnn"
     assert result.geometric_mean == pytest.approx(0.5)
 
 

@@ -1,3 +1,4 @@
+import itertools
 import json
 import shlex
 import subprocess
@@ -8,12 +9,14 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
+from flashtune.core import VERSION
 from flashtune.core.errors import FlashtuneError, StoreError, UsageError
 from flashtune.core.target import TARGETS
 from flashtune.templates.registry import families
 from flashtune.tuner.cli import COMMANDS, main
 from flashtune.tuner.cli.command import Command
 from flashtune.tuner.cli.options import problem_options, target_options
+from flashtune.tuner.cli.output import progress_lines
 from flashtune.tuner.workloads.presets import MODELS
 from scripts.reference import commands, reference
 from tests.tuner.cli.conftest import Run
@@ -193,6 +196,21 @@ def test_models_targets_and_families_are_listed(run: Run) -> None:
     assert next(row for row in rows if row["name"] == "forward_hopper")["language"] == "gluon"
     lines = run("targets").stdout.splitlines()
     assert [line.split()[0] for line in lines if line.rstrip().endswith("ships")] == ["h100", "h200"]
+
+
+def test_version_is_printed(run: Run) -> None:
+    assert run("--version").stdout == f"flashtune {VERSION}\n"
+
+
+def test_progress_without_a_terminal_has_a_line_in_twenty_seconds(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    times = itertools.count(0.0, 9.0)
+    monkeypatch.setattr("time.monotonic", lambda: next(times))
+    show = progress_lines()
+    for done in range(5):
+        show("compiling", done, 5)
+    assert capsys.readouterr().err == "flashtune: compiling: 2 of 5\n"
 
 
 PAGE = Path(__file__).parents[3] / "docs" / "cli.md"

@@ -134,6 +134,10 @@ def test_ties_are_timed_alone_if_the_clock_is_held_down(monkeypatch: pytest.Monk
     assert (first.samples, other.samples, third.samples) == (SUSTAINED_SAMPLES, SUSTAINED_SAMPLES, 21)
 
 
+def test_many_ties_share_the_time_of_runs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed(monkeypatch, [1.0] * 20, [1.0] * 20, throttled=True)
+
+
 def test_long_kernels_are_timed_alone_at_any_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     first, other = timed(monkeypatch, [3.0, 3.06], [3.3, 3.0], alone=True)
     assert (first.ms, other.ms) == pytest.approx((1.1 * 3.06, 3.06))

@@ -20,9 +20,9 @@ from flashtune.core.target import find_target
 from flashtune.db.store import Store, open_store
 from flashtune.tuner.cli import main
 from flashtune.tuner.execution.backend import SearchWorkers
-from flashtune.tuner.search.coverage import Expectation, expect, outlook, usual_compile_seconds
+from flashtune.tuner.search.coverage import Expectation, duration, expect, outlook, usual_compile_seconds
 from flashtune.tuner.search.driver import run_search
-from flashtune.tuner.search.progress import Place, plain, shown
+from flashtune.tuner.search.progress import Place, plain, share_done, shown
 from flashtune.tuner.search.request import (
     Budget,
     Observer,
@@ -146,6 +146,19 @@ def test_a_terminal_shows_a_bar(result: SearchResult) -> None:
         observe(some_progress(best=result.best))
     assert "━" in screen.getvalue()
     assert "31 ok" in screen.getvalue()
+
+
+def test_share_done_follows_the_budget() -> None:
+    assert share_done(some_progress()) == pytest.approx(0.25)
+    assert share_done(some_progress(remaining=None)) == 0.0
+    assert share_done(some_progress(Phase.FINALS)) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"), [(0.2, "1 s"), (90.0, "90 s"), (150.0, "3 min"), (12600.0, "3.5 h")]
+)
+def test_durations_are_rounded_up(seconds: float, words: str) -> None:
+    assert duration(seconds) == words
 
 
 ARGUMENTS = f"search --shape {SHAPE} --target a100 --family {FAMILY} --trials 2 --jobs 2".split()

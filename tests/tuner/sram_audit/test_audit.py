@@ -14,6 +14,7 @@ from flashtune.core.kernel import Alignment, Specialization
 from flashtune.core.problem import Causal, Dtype, Problem
 from flashtune.core.target import TARGETS, Target, find_target
 from flashtune.templates.common.model import sram
+from flashtune.templates.common.precision import InputPrecision
 from flashtune.templates.family import Family, unsupported_reason
 from flashtune.templates.forward_q_outer.space import QOuterConfig
 from flashtune.templates.registry import families, find_family
@@ -149,6 +150,14 @@ def test_items_have_descriptive_names() -> None:
         "k, 2 in flight": 16384,
         "v, 2 in flight": 16384,
     }
+
+
+def test_float32_has_other_items() -> None:
+    wide = a_problem(64, Dtype.FP32)
+    plain = items(H100, a_config(), wide, Specialization())
+    thirds = items(H100, a_config(input_precision=InputPrecision.TF32X3), wide, Specialization())
+    assert plain["weights"] == 64 * 64 * 4
+    assert thirds["q in halves of tf32"] == thirds["q"] == 64 * 64 * 4
 
 
 def test_unknown_architecture_has_no_items() -> None:

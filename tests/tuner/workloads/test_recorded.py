@@ -16,6 +16,7 @@ from flashtune.tuner.analysis.explain import roofline
 from flashtune.tuner.analysis.recorded import WeightedProblem, read_weighted, summary, weigh
 from flashtune.tuner.cli import main
 from flashtune.tuner.cli.commands import search
+from flashtune.tuner.search.request import SearchRequest
 from flashtune.tuner.workloads.models import backward_of
 from flashtune.tuner.workloads.shapes import parse_shape
 
@@ -45,10 +46,8 @@ def test_calls_of_a_problem_are_merged_over_specializations() -> None:
 def test_features_are_weighted() -> None:
     decode = shape(64, seqlen_q=1, seqlen_kv=4096, page_size=16)
     windowed = shape(4096, window_left=127)
-    assert {
-        weighted.least_ms > 0
-        for weighted in weigh(tuple(CallCount(p, ALIGNED, 1) for p in (decode, windowed)), H200)
-    }
+    weighed = weigh(tuple(CallCount(p, ALIGNED, 1) for p in (decode, windowed)), H200)
+    assert all(weighted.least_ms > 0 for weighted in weighed)
     with pytest.raises(UsageError, match="chunks"):
         weigh((CallCount(shape(2**31 - 1, chunk=1), ALIGNED, 1),), H200)
 
@@ -119,3 +118,19 @@ def test_training_searches_both_passes_of_recorded_calls(file: Path, tmp_path: P
     assert searched() == [longest.key, middle.key]
     both = (longest, backward_of(longest), middle, backward_of(middle))
     assert searched("--phase", "training") == [problem.key for problem in both]
+
+
+def test_training_searches_forward_kernels_with_log_sum_exps(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[SearchRequest] = []
+
+    def noted(requests: tuple[SearchRequest, ...], *_: object) -> list[object]:
+        seen.extend(requests)
+        return []
+
+    monkeypatch.setattr(search, "_search", noted)
+    options = f"--target h200 --db {tmp_path}/own.sqlite --json --from {file} --top 1 --phase training"
+    done = CliRunner().invoke(main, ["search", *options.split()])
+    assert done.exit_code == 0, done.output
+    assert [(request.problem.is_backward, request.lse) for request in seen] == [(False, True), (True, False)]

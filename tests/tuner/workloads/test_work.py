@@ -1,12 +1,14 @@
 """Tests of the operations and bytes of problems, and of the rates that searches print."""
 
+import msgspec
 import pytest
 
-from flashtune.core.problem import Problem
+from flashtune.core.problem import KvDtype, Problem
 from flashtune.core.record import Provenance
 from flashtune.tuner.search.summary import describe_time
+from flashtune.tuner.workloads.models import backward_of
 from flashtune.tuner.workloads.shapes import parse_shape
-from flashtune.tuner.workloads.work import kv_bytes, operations
+from flashtune.tuner.workloads.work import Unit, kv_bytes, operations, unit_of
 from flashtune.verification.lengths import usual_lengths
 from tests.support.records import DIGEST, make_record
 from tests.tuner.bench.bench_problems import PACKED, PAGES, a_problem
@@ -27,6 +29,19 @@ def test_operations_and_bytes_count_the_lengths_of_sequences() -> None:
     plain = a_problem(seqlen_q=1)
     assert kv_bytes(plain) == 2 * 90 * 2 * 2 * 16 * 2
     assert operations(plain) == plain.nominal_flops()
+
+
+def test_bytes_of_a_cache_count_once_for_each_kv_head() -> None:
+    (cache,) = parse_shape("heads=32,kv_heads=8,seqlen_q=1,seqlen_kv=8192,head_dim=128,dtype=bf16")
+    assert kv_bytes(cache) == 2 * 8 * 8192 * 128 * 2
+    latent = msgspec.structs.replace(cache, kv_heads=1, head_dim=576, value_head_dim=512, mla=True)
+    assert kv_bytes(latent) == 8192 * 576 * 2
+    windowed = msgspec.structs.replace(cache, window_left=1023, kv_dtype=KvDtype.INT8)
+    assert kv_bytes(windowed) == 2 * 8 * 1024 * 128
+
+
+def test_speed_of_gradients_of_one_query_is_in_operations() -> None:
+    assert unit_of(backward_of(a_problem(seqlen_q=1))) is Unit.TFLOPS
 
 
 def describe(problem: Problem, ms: float) -> str:

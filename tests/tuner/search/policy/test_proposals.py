@@ -25,6 +25,7 @@ from flashtune.tuner.search.optuna_study import TrialResult
 from flashtune.tuner.search.policy import SearchContext
 from flashtune.tuner.search.proposer import FAMILY_CHANCES, DefaultStrategy, neighbours
 from flashtune.tuner.search.ranking import rank, varied
+from flashtune.tuner.search.surrogate import CandidateGrid, Surrogate
 from flashtune.tuner.search.warm_start import OTHER_FEATURE, remoteness
 from tests.support.records import shipped_table_of
 from tests.tuner.search.fakes import FAMILY, a_config, a_problem, a_space, alike, by_tile
@@ -148,6 +149,24 @@ def test_neighbours_of_the_fastest_are_proposed_soon(scope: SearchTask) -> None:
     proposed = [proposer.ask() for _ in range(4 * len(beside))]
     assert beside <= set(proposed)
     assert len(set(proposed)) == len(proposed)
+
+
+def test_failed_candidates_have_no_proposed_neighbours(scope: SearchTask) -> None:
+    failed = Candidate(FAMILY, a_config())
+    proposer = proposer_of(scope, (failed,))
+    assert proposer.ask() == failed
+    proposer.tell(failed, TrialResult(None))
+    assert proposer._neighbour_of_best() is None
+
+
+def test_expected_improvement_is_small_near_failures_and_open_trials(scope: SearchTask) -> None:
+    pool = CandidateGrid(scope, tuple(scope.candidates()))
+    landscape = Surrogate(pool, [1.0] * len(pool.candidates))
+    bad = len(pool.candidates) - 1
+    without = landscape.expected_improvements({0: 1.0}, ())
+    assert landscape.expected_improvements({0: 1.0, bad: None}, ())[bad - 1] < without[bad - 1]
+    trying = int(without.argmax())
+    assert landscape.expected_improvements({0: 1.0}, (trying,))[trying] < 0.2 * without[trying]
 
 
 def test_winners_of_the_same_features_are_nearer() -> None:
