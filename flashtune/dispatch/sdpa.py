@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from flashtune.core.problem import Bias, Causal, Dtype, Problem, score_bytes
+from flashtune.core.problem import Bias, Causal, Dtype, Problem
 from flashtune.core.target import Target, find_target
 from flashtune.dispatch.sdpa_times import MATH, unfused_leads, unfused_pair_leads
 from flashtune.launch.launch import MIN_SCALE
@@ -19,9 +19,6 @@ scaled_dot_product_attention = torch._C._nn.scaled_dot_product_attention
 PEERS = {0: MATH, 1: "sdpa-flash", 2: "sdpa-efficient", 3: "sdpa-cudnn"}
 # Backends load this many bytes at once.
 ADDRESS_ALIGNMENT = 16
-# Largest bytes of scores for which calls with shared heads and gradients always take SDPA's unfused path.
-# Measured at 10 shapes on an H200.
-FEW_GRADIENT_BYTES = 2**26
 # The GPU for which times of SDPA's backends in float32 are compared.
 MEASURED_TARGET = "nvidia-h200"
 # Time of the launch of a copy in ms, measured on an H200.
@@ -100,8 +97,7 @@ def shares_heads(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: b
 @functools.lru_cache(maxsize=8192)
 def _unfused_leads(problem: Problem, padded_bytes: int, needs_grad: bool) -> bool:
     if needs_grad:
-        few = score_bytes(problem) <= FEW_GRADIENT_BYTES
-        return few or unfused_pair_leads(problem)
+        return unfused_pair_leads(problem)
     return unfused_leads(problem, padded_bytes, find_target(MEASURED_TARGET))
 
 

@@ -46,8 +46,9 @@ FUSED_COLUMN_MS, FUSED_COLUMNS, PAIR_SCORE_MS, PAIR_COLUMN_MS = 3.7e-10, 64, 2e-
 # the unfused path on an H100.
 FEW_HEADS, MANY_KEYS = 264, 4
 # Maximum bytes of scores that SDPA's unfused path may store. Those of a call with gradients are kept for its
-# backward pass, and a model has many such calls.
-MAX_SCORES, MAX_KEPT_SCORES = 2**33, 2**29
+# backward pass, and a model has many such calls. Calls with shared heads and gradients always take this path
+# if their scores have at most FEW_KEPT_SCORES bytes. Measured at 10 shapes on an H200.
+MAX_SCORES, MAX_KEPT_SCORES, FEW_KEPT_SCORES = 2**33, 2**29, 2**26
 # Columns of heads that SDPA's backends compute together, and the time of a launch in ms.
 COLUMNS, LAUNCH_MS = 64, 0.006
 # A rate may be this much better than the best one that was measured.
@@ -181,7 +182,10 @@ def unfused_pair_leads(problem: Problem) -> bool:
     """
     if score_bytes(problem) > MAX_KEPT_SCORES:
         return False
-    if problem.batch * problem.heads <= FEW_HEADS and problem.seqlen_kv > MANY_KEYS * problem.seqlen_q:
+    has_few_programs = (
+        problem.batch * problem.heads <= FEW_HEADS and problem.seqlen_kv > MANY_KEYS * problem.seqlen_q
+    )
+    if has_few_programs or score_bytes(problem) <= FEW_KEPT_SCORES:
         return True
     seen = 0.5 if problem.is_causal else 1.0
     fused = seen * FUSED_COLUMN_MS * max(problem.head_dim, FUSED_COLUMNS)

@@ -62,7 +62,7 @@ Key = tuple[object, ...]
 
 # Calls beyond this number of unprepared buckets do not add another one.
 QUEUE_LIMIT = 64
-# The number of removed sets of overrides whose kernels stay in memory.
+# The number of removed sets of overrides that stay in memory with their kernels.
 KEPT_KERNELS = 192
 # In warnings.
 REPLACED = "the replaced operator"

@@ -182,7 +182,7 @@ BACKENDS = {
 
 
 class Operators:
-    """The namespace `torch.ops.aten`, whose operators are counted and compute nothing."""
+    """The namespace `torch.ops.aten`. Its operators are counted and compute nothing."""
 
     def __init__(self, called: list[str]) -> None:
         self._called = called

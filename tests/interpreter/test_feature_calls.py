@@ -182,7 +182,7 @@ def unchecked(call: Call, needs_grad: bool = False) -> Result:
 
 
 def pages(q: torch.Tensor, lengths: list[int], **options: Any) -> Call:
-    """A paged call whose table is a part of a wider one: page 0, behind each row, holds NaN."""
+    """A paged call with a part of a wider table. Page 0, behind each row, holds NaN."""
     batch = len(lengths)
     k = torch.randn(batch * COLUMNS + 1, PAGE, KV_HEADS, WIDTH)
     k[0] = torch.nan

@@ -97,7 +97,7 @@ def no_device(pool: Pool, devices: Devices, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture
 def copy_ms(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Sets the least time of calls whose unaligned tensors are copied; at infinity none are."""
+    """Sets the least time of calls that copy unaligned tensors. At infinity none do."""
     return lambda ms: monkeypatch.setattr(sdpa, "COPY_MS", ms)
 
 
@@ -123,7 +123,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
 
 @pytest.fixture
 def launches(machine: Machine) -> list[str]:
-    """Families whose kernels were launched; they write ones."""
+    """The families of launched kernels, which write ones."""
     families: list[str] = []
 
     def bind(kernel: Kernel, target: object, *arguments: object, compiled: object) -> Callable[..., None]:

@@ -28,7 +28,7 @@ class Tuned(Platform):
 
 def forget_all() -> None:
     """Clears all caches, as in a new process. Loaded kernels stay."""
-    assert SESSION.loader is LOADER, "call it outside of `using`, whose checks it would drop"
+    assert SESSION.loader is LOADER, "call it outside of `using`: it would drop the checks there"
     SESSION.forget()
     SESSION.loader.checks = SelfChecks()
     SESSION.loader.rendered.clear()

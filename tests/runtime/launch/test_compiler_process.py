@@ -75,7 +75,7 @@ def test_kernels_are_compiled_apart_for_each_gpu_and_after_their_eviction(
     kernel, targets = kernel_of(record, NEEDED), []
 
     class Evicting(CompilerProcess):
-        """Renders kernels, whose binaries are not in Triton's cache afterwards."""
+        """Renders kernels. Their binaries are not in Triton's cache afterwards."""
 
         def prepared(self, record: Record, specialization: Specialization, target: Target) -> Kernel:
             targets.append(target)

@@ -40,7 +40,7 @@ SAID = {
 
 
 class Launching:
-    """A launch whose arguments are numbers and not tensors, on the stream of a driver."""
+    """A launch with numbers in place of tensors, on the stream of a driver."""
 
     def __init__(self, driver: Driver) -> None:
         self.driver = driver

@@ -139,7 +139,7 @@ def test_tensors_that_a_kernel_cannot_address_are_copied(machine: Machine) -> No
 
 
 def slices(problem: Problem, gate: int, start: int) -> list[Tensor]:
-    """Returns q, k and v as slices of one projection, whose rows end in a gate."""
+    """Returns q, k and v as slices of one projection with a gate at the end of each row."""
     width = problem.head_dim
     counts = problem.heads, problem.kv_heads, problem.kv_heads
     row = sum(counts) * width + gate
