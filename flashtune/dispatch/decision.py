@@ -209,8 +209,9 @@ def _faster_peer_of_pair(bound: BoundRequest, forward: Selection, backward: Sele
     backend = None if problem.features else bound.sdpa_backend
     more_ms = 0.0 if backend is None else bound.sdpa_copies_ms
     has_few_rows = problem.seqlen_q <= FEW_ROWS and not more_ms
-    # A default config of a portable family, for tensors that faster families cannot address.
-    is_slow = backward.source == "default" and find_family(backward.record.family).interpreted
+    # Forward passes alike were tuned, but faster families for gradients cannot address these tensors.
+    is_slow = (forward.source, backward.source) == ("estimated", "default")
+    is_slow = is_slow and find_family(backward.record.family).interpreted
     leads = has_few_rows or (is_slow and backend not in (None, MATH))
     needs_mask = problem.causal is not Causal.NONE and problem.seqlen_q != problem.seqlen_kv
     if is_untimed and leads and not problem.features and not needs_mask:
