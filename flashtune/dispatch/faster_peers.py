@@ -61,7 +61,7 @@ def faster_peer(
         usual_sdpa: The baseline that torch's SDPA selects for the problem, such as `sdpa-cudnn`. None if the
             backend or the way in which SDPA uses it was not measured.
         sharing: How the call's mask is shared.
-        more_ms: Time of the copies that SDPA needs.
+        more_ms: Time of the copies that SDPA needs, less the time that only kernels need.
     """
     if passes[0].record.config is None:
         return passes[0].record.family
