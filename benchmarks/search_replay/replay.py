@@ -161,9 +161,17 @@ class Replay:
         job.add_done_callback(lambda done: self._log(candidate, seen))
         return job
 
-    def finals(self, scope: SearchTask, candidates: tuple[Candidate, ...]) -> Future[tuple[Measurement, ...]]:
+    def warm_up(self, scope: SearchTask, candidate: Candidate) -> None:
+        """Does nothing: start-up is not simulated."""
+
+    def compile_delayed(self, scope: SearchTask, candidate: Candidate) -> None:
+        """Does nothing: tables contain no verification with delays."""
+
+    def finals(
+        self, scope: SearchTask, candidates: tuple[Candidate, ...], closest_seconds: float
+    ) -> Future[tuple[Measurement, ...]]:
         """Answers with the best knowledge of each, noise left out."""
-        del scope
+        del scope, closest_seconds
         times = [self._true[candidate] or 0.0 for candidate in candidates]
         measured = tuple(Measurement(ms, ms, ms, FINAL_SAMPLES) for ms in times)
         return self._gpu.submit(FINAL_SAMPLES * sum(times) / 1e3, measured)

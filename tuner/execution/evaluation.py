@@ -37,14 +37,23 @@ class Measurer(Protocol):
 
     provenance: Provenance  # The origin of its times.
 
+    def warm_up(self, scope: SearchTask, candidate: Candidate) -> None:
+        """Prepares for a problem while its first candidates compile. Does not wait."""
+        ...
+
     def evaluate(
         self, scope: SearchTask, candidate: Candidate, compiled: Compiled, drop_above_ms: float | None
     ) -> Future[Evaluation]:
         """Verifies, then measures. The future raises only `DeviceLostError` and `MachineError`."""
         ...
 
-    def finals(self, scope: SearchTask, candidates: tuple[Candidate, ...]) -> Future[tuple[Measurement, ...]]:
-        """Times candidates and baselines in one run. The result is empty if that is impossible or fails."""
+    def finals(
+        self, scope: SearchTask, candidates: tuple[Candidate, ...], closest_seconds: float
+    ) -> Future[tuple[Measurement, ...]]:
+        """Times candidates and baselines in one run. The result is empty if that is impossible or fails.
+
+        The fastest are timed once more, in at most `closest_seconds`.
+        """
         ...
 
     def evaluate_delayed(self, scope: SearchTask, candidate: Candidate) -> Future[Evaluation | None]:
@@ -64,6 +73,9 @@ class Predictor:
 
     provenance = Provenance.PREDICTED
 
+    def warm_up(self, scope: SearchTask, candidate: Candidate) -> None:
+        """Does nothing."""
+
     def evaluate(
         self, scope: SearchTask, candidate: Candidate, compiled: Compiled, drop_above_ms: float | None
     ) -> Future[Evaluation]:
@@ -78,9 +90,11 @@ class Predictor:
             return _done(Evaluation(Outcome.INFEASIBLE, message="not one block fits a multiprocessor"))
         return _done(Evaluation(Outcome.OK, measurement=Measurement(ms, ms, ms, 0)))
 
-    def finals(self, scope: SearchTask, candidates: tuple[Candidate, ...]) -> Future[tuple[Measurement, ...]]:
+    def finals(
+        self, scope: SearchTask, candidates: tuple[Candidate, ...], closest_seconds: float
+    ) -> Future[tuple[Measurement, ...]]:
         """Returns an empty result, because a second prediction would be the same."""
-        del scope, candidates
+        del scope, candidates, closest_seconds
         return _done(())
 
     def evaluate_delayed(self, scope: SearchTask, candidate: Candidate) -> Future[Evaluation | None]:

@@ -21,16 +21,15 @@ from flashtune.launch.compilation import first_line
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from flashtune.tuner.candidates import Candidate
-from flashtune.tuner.execution.compile_pool import MAX_MESSAGE, compile_kernel
+from flashtune.tuner.execution.compile_pool import MAX_MESSAGE
 from flashtune.tuner.execution.evaluation import Evaluation, lost_device
 from flashtune.tuner.execution.inputs import Tensors, make_tensors
 from flashtune.tuner.execution.processes import lacked_memory
 from flashtune.tuner.execution.timed_runs import kernel_run, run_finals
 from flashtune.tuner.execution.timing import clock_probe, measure, once
 from flashtune.verification.cases import Level
-from flashtune.verification.check import check_delayed, check_kernel
+from flashtune.verification.check import check_delayed, check_kernel, preload
 from flashtune.verification.passes import forget
-from flashtune.verification.schedule_fuzzing import delayed
 
 # Errors that break a CUDA context. Each has an exit code.
 FATAL_ERRORS = (
@@ -66,6 +65,20 @@ def prepare(device: int) -> None:
         clock_probe(device)
     except (RuntimeError, AssertionError) as error:
         raise lost_device(device, first_line(error)) from error
+
+
+@machine_errors()
+def warm_up(
+    problem: Problem, candidate: Candidate, specialization: Specialization, target: Target, index: int
+) -> None:
+    """Initialises the GPU, and does what a first verification does before its launches."""
+    prepare(index)
+    kernel = render(find_family(candidate.family), problem, candidate.config, specialization)
+    device = torch.device("cuda", index)
+    try:
+        preload(kernel, problem, candidate.config, target, device, enough=lambda: False)
+    except RuntimeError as error:
+        leave_if_broken(device, error)
 
 
 @machine_errors()
@@ -113,19 +126,6 @@ def evaluate_candidate(
         leave_if_broken(device, error)
         _refuse_without_memory(device, error)
         return Evaluation(Outcome.LAUNCH_ERROR, verdict, message=str(error)[:MAX_MESSAGE])
-
-
-@machine_errors()
-def build_late(
-    problem: Problem, candidate: Candidate, specialization: Specialization, target: Target
-) -> bool:
-    """Compiles a candidate with random delays, and returns whether that kernel can be launched.
-
-    It cannot if the kernel has no explicit synchronisation, or if the kernel with delays does not compile
-    or fit. Neither is a failure of the candidate.
-    """
-    late = delayed(render(find_family(candidate.family), problem, candidate.config, specialization))
-    return late is not None and compile_kernel(late, target).outcome is Outcome.OK
 
 
 @machine_errors()
@@ -182,12 +182,15 @@ def time_finalists(
     specialization: Specialization,
     target: Target,
     index: int,
+    closest_seconds: float,
 ) -> tuple[Measurement, ...]:
     """Times the finalists; returns an empty tuple on failure. Exits the process if the CUDA context broke."""
     prepare(index)
     device = torch.device("cuda", index)
     try:
-        return run_finals(problem, candidates, specialization, target, device)
+        return run_finals(
+            problem, candidates, specialization, target, device, closest_seconds=closest_seconds
+        )
     except MachineError:
         raise
     except (KernelError, RuntimeError) as error:

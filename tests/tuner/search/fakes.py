@@ -81,6 +81,9 @@ class FakeCompiler:
             future.set_exception(error)
         return future
 
+    def compile_delayed(self, scope: SearchTask, candidate: Candidate) -> None:
+        pass
+
 
 def compiled(candidate: Candidate) -> Compiled:
     config = candidate.config
@@ -119,7 +122,12 @@ class FakeMeasurer:
             future.set_exception(error)
         return future
 
-    def finals(self, scope: SearchTask, candidates: tuple[Candidate, ...]) -> Future[tuple[Measurement, ...]]:
+    def warm_up(self, scope: SearchTask, candidate: Candidate) -> None:
+        pass
+
+    def finals(
+        self, scope: SearchTask, candidates: tuple[Candidate, ...], closest_seconds: float
+    ) -> Future[tuple[Measurement, ...]]:
         self.entrants.append(candidates)
         measured = [self.judge(candidate).measurement for candidate in candidates]
         peers = (PeerTime("sdpa-cudnn", 1.0),)
