@@ -8,6 +8,8 @@ import itertools
 import math
 from collections.abc import Iterator
 
+import msgspec
+
 from flashtune.core.canonical import without
 from flashtune.core.errors import ProblemError
 from flashtune.core.kernel import Specialization
@@ -21,7 +23,7 @@ from flashtune.core.record import (
     VerificationStatus,
 )
 from flashtune.core.target import Target
-from flashtune.dispatch.forecast import forecast, forecast_related
+from flashtune.dispatch.forecast import forecast, forecast_related, untimed
 from flashtune.dispatch.nearest import (
     DECODING_FAMILY,
     FEW_QUERIES,
@@ -30,6 +32,7 @@ from flashtune.dispatch.nearest import (
     is_far,
     may_split,
     tuned_alike,
+    without_hidden_keys,
 )
 from flashtune.dispatch.tables import Tables
 from flashtune.dispatch.versions import current_versions
@@ -74,12 +77,16 @@ def select(
         source, record = entry
         return _selected(record, source, VerificationStatus.TIMED)
     tuned = tuple(record for record in tables.effective() if record.config)
-    expected = forecast(problem, tuned, target, serves)
+    # Kernels skip hidden keys, so times are those of the problem without them.
+    seen = without_hidden_keys(problem)
+    expected = forecast(seen, tuned, target, serves)
     if expected is None:
         default = default_selection(problem, target, specialization)
-        expected = forecast_related(problem, tuned, target, serves, default.record.family)
-    if expected is not None and not _is_new_phase(problem, *expected):
+        expected = forecast_related(seen, tuned, target, serves, default.record.family)
+    if expected is not None and not _is_new_phase(seen, *expected):
         record, why = expected
+        if seen != problem:
+            record = untimed(msgspec.structs.replace(record, problem=problem), record.config)
         return _selected(record, "estimated", VerificationStatus.VERIFIED, why)
     return default_selection(problem, target, specialization)
 
