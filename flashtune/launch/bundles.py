@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,8 +57,18 @@ def recipe_of(record: Record, specialization: Specialization) -> str:
     return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:32]
 
 
+def bundled_kernel(entry: Entry, record: Record, specialization: Specialization) -> Kernel:
+    """Returns the kernel of a record that an entry replaces, without its source."""
+    assert record.config is not None
+    family = find_family(record.family)
+    kernel = kernel_of_source(family, record.problem, record.config, specialization, "")
+    # The digest of the source that was compiled.
+    kernel.__dict__["digest"] = entry.kernel
+    return kernel
+
+
 class Bundles:
-    """Kernels of a bundle, each loaded once. Only kernels with a receipt of this GPU and driver are used."""
+    """Kernels of a bundle, each loaded once. Only kernels with a receipt of this GPU are used."""
 
     def __init__(self, driver: Driver | None = None) -> None:
         """Opens nothing before the first look-up. Tests pass a driver."""
@@ -71,64 +82,46 @@ class Bundles:
 
         return self._given or Driver()
 
-    def find(
-        self, record: Record, specialization: Specialization, target: Target, driver: str
-    ) -> Entry | None:
+    def find(self, record: Record, specialization: Specialization, target: Target) -> Entry | None:
         """Returns the verified entry of a record's kernel, or None.
 
-        `driver` is the branch of the installed driver. Warns once of a bundle that cannot be used.
+        No driver compiles machine code again, so a receipt holds under all drivers. Warns once of a bundle
+        that cannot be used.
         """
+        entry = self.entry(lambda: recipe_of(record, specialization), target)
+        if entry is None:
+            return None
+        machine = entry.machine
+        held = ((receipt.machine, receipt.target) for receipt in entry.receipts)
+        return entry if (machine, target.name) in held else None
+
+    def entry(self, recipe: Callable[[], str], target: Target) -> Entry | None:
+        """Returns the entry of a recipe, verified or not, or None. Warns once of an unusable bundle."""
         if target.arch not in self._open:
             self._open[target.arch] = self._opened(target)
         bundle = self._open[target.arch]
         if bundle is None:
             return None
         try:
-            entry = bundle.entry_of_recipe(recipe_of(record, specialization))
+            return bundle.entry_of_recipe(recipe())
         except BundleError as error:
             self._forget(target, error)
             return None
-        machine = entry.machine if entry else ""
-        receipts = entry.receipts if entry else ()
-        held = any(
-            (receipt.machine, receipt.target, receipt.driver.partition(".")[0])
-            == (machine, target.name, driver)
-            for receipt in receipts
-        )
-        return entry if held else None
 
-    def load(
-        self,
-        entry: Entry,
-        record: Record,
-        specialization: Specialization,
-        target: Target,
-        device: torch.device,
-    ) -> tuple[Kernel, BundledBinary] | None:
-        """Returns the kernel of an entry, without its source, and its code on a device. None after an error.
-
-        Warns of an error. The kernel is then compiled.
-        """
+    def load(self, entry: Entry, target: Target, device: torch.device) -> BundledBinary | None:
+        """Returns the code of an entry on a device. None after an error, of which it warns."""
         from flashtune.launch.bundle_binding import BundledBinary, load_entry
 
-        assert record.config is not None
         bundle = self._open[target.arch]
-        kernel = kernel_of_source(
-            find_family(record.family), record.problem, record.config, specialization, ""
-        )
-        # The digest of the source that was compiled.
-        kernel.__dict__["digest"] = entry.kernel
         binary = self._loaded.get((entry.kernel, device))
         if binary is None and bundle is not None:
             try:
-                binary = BundledBinary(
-                    entry, load_entry(entry, bundle.code, self._driver, device), self._driver
-                )
+                functions = load_entry(entry, bundle.code, self._driver, device)
             except (BundleError, KernelError) as error:
                 self._forget(target, error)
                 return None
-            self._loaded[entry.kernel, device] = binary
-        return None if binary is None else (kernel, binary)
+            binary = self._loaded[entry.kernel, device] = BundledBinary(entry, functions, self._driver)
+        return binary
 
     def _opened(self, target: Target) -> Bundle | None:
         try:

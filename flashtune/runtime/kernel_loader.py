@@ -15,9 +15,8 @@ from flashtune.core.kernel import Kernel, Specialization
 from flashtune.core.record import Record, Selection
 from flashtune.core.target import Target
 from flashtune.dispatch.bound_request import KernelKey
-from flashtune.dispatch.versions import driver_version
 from flashtune.launch.binding import Binary, Tensors, bind
-from flashtune.launch.bundles import Bundles
+from flashtune.launch.bundles import Bundles, bundled_kernel
 from flashtune.launch.compilation import is_compiled
 from flashtune.launch.compiler_process import CompilerProcess
 from flashtune.launch.kernel_cache import Binaries, kernel_of
@@ -28,7 +27,6 @@ from flashtune.runtime.executors import clear_tail_on_cpu
 from flashtune.runtime.self_check import CheckTask, SelfChecks
 
 if TYPE_CHECKING:
-    from flashtune.bundle.records import Entry
     from flashtune.launch.bundle_binding import BundledBinary
 
 # Maximum number of cached kernels: rendered ones, and those of calls with features. A model has a few.
@@ -66,11 +64,10 @@ class KernelLoader:
         """
         record = selection.record
         assert record.config is not None
-        entry = self._bundled(record, key.specialization, target)
-        if entry is not None:
-            loaded = self.bundles.load(entry, record, key.specialization, target, key.device)
-            if loaded is not None:
-                return LoadedKernel(loaded[0], target, loaded[1])
+        entry = self.bundles.find(record, key.specialization, target)
+        loaded = entry and self.bundles.load(entry, target, key.device)
+        if entry is not None and loaded is not None:
+            return LoadedKernel(bundled_kernel(entry, record, key.specialization), target, loaded)
         kernel = self.kernel_of(record, key.specialization, target)
         if selection.proves(kernel.digest):
             return LoadedKernel(kernel, target, self.binaries.of(kernel, target, key.device))
@@ -83,11 +80,6 @@ class KernelLoader:
                 f"the {record.family} kernel for {key.problem.key} failed its self-check on {target.name}"
             )
         return LoadedKernel(kernel, target, binary)
-
-    def _bundled(self, record: Record, specialization: Specialization, target: Target) -> Entry | None:
-        """Returns the verified kernel of a bundle, or None."""
-        branch = driver_version().partition(".")[0]
-        return self.bundles.find(record, specialization, target, branch)
 
     def bind(
         self,
@@ -113,7 +105,7 @@ class KernelLoader:
         self, compiler: CompilerProcess, record: Record, specialization: Specialization, target: Target
     ) -> None:
         """Lets another process render and compile a kernel, unless a bundle or Triton's cache has it."""
-        if self._bundled(record, specialization, target) is not None:
+        if self.bundles.find(record, specialization, target) is not None:
             return
         key = _computation(record, specialization, target)
         kernel = self.rendered.get(key)
@@ -126,14 +118,19 @@ class KernelLoader:
         """Returns the function that clears rows after the last packed sequence, and loads its kernel."""
         if request.device.type == "cpu":
             return clear_tail_on_cpu
-        from flashtune.launch.packed_tail import compile_clear, tail_clearer
+        from flashtune.launch.packed_tail import tail_clearer, tail_recipe
 
         out = request.out_like
         # A binary that is loaded stays on its device.
         key = out.dtype, target, request.device
         binary = self.clearing.get(key)
         if binary is None:
-            binary = compile_clear(out.dtype, target)
+            entry = self.bundles.entry(lambda: tail_recipe(out.dtype), target)
+            binary = entry and self.bundles.load(entry, target, request.device)
+            if binary is None:
+                from flashtune.launch.tail_kernel import compile_clear
+
+                binary = compile_clear(out.dtype, target)
             keep(self.clearing, key, binary)
         return tail_clearer(binary, out, request.return_lse, sequences, request.device)
 

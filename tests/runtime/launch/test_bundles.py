@@ -19,7 +19,7 @@ from flashtune.dispatch.bound_request import KernelKey
 from flashtune.launch.binding import bind, compile_binary
 from flashtune.launch.bundle_binding import BundledBinary
 from flashtune.launch.bundle_entries import entry_of
-from flashtune.launch.bundles import VARIABLE, Bundles, bundle_path, recipe_of
+from flashtune.launch.bundles import VARIABLE, Bundles, bundle_path, bundled_kernel, recipe_of
 from flashtune.launch.compiler_process import CompilerProcess
 from flashtune.launch.kernel_cache import kernel_of
 from flashtune.launch.tensors import ForwardTensors
@@ -70,26 +70,23 @@ def path(tmp_path: Path, entry: tuple[Entry, dict[str, bytes]], monkeypatch: pyt
 def test_verified_kernel_is_launched_without_its_source(path: Path, entry: Any, record: Record) -> None:
     library = CudaLibrary()
     bundles = Bundles(Driver(library))
-    found = bundles.find(record, CONTIGUOUS, H200, "580")
+    found = bundles.find(record, CONTIGUOUS, H200)
     assert found is not None
     assert found == entry[0]
-    loaded = bundles.load(found, record, CONTIGUOUS, H200, CPU)
-    assert loaded is not None
-    kernel, binary = loaded
+    binary = bundles.load(found, H200, CPU)
+    assert binary is not None
+    kernel = bundled_kernel(found, record, CONTIGUOUS)
     assert (kernel.source, kernel.digest) == ("", record.kernel)
     q, k, v, out = (torch.zeros(1, 4, 256, 64, dtype=torch.float16) for _ in range(4))
     bind(kernel, H200, ForwardTensors(q, k, v, out), compiled=binary)((q, k, v, out, None), 0.125)
     assert [launched.function for launched in library.launches] == ["forward_q_outer"]
-    again = bundles.load(found, record, CONTIGUOUS, H200, CPU)
-    assert again is not None
-    assert again[1] is binary
+    assert bundles.load(found, H200, CPU) is binary
     assert len(library.codes) == 1, "it is loaded once"
 
 
 def test_loader_neither_renders_nor_compiles_a_verified_kernel(
     path: Path, record: Record, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernel_loader, "driver_version", lambda: "580.126.09")
     monkeypatch.setattr(kernel_loader, "kernel_of", None)
     loader = KernelLoader(bundles=Bundles(Driver(CudaLibrary())))
     key = KernelKey(PROBLEM, CONTIGUOUS, Prefer.GENERATED, CPU)
@@ -104,15 +101,13 @@ def test_loader_neither_renders_nor_compiles_a_verified_kernel(
 def test_kernel_of_another_length_is_found_by_its_recipe(path: Path, entry: Any, record: Record) -> None:
     bundles = Bundles(Driver(CudaLibrary()))
     untuned = msgspec.structs.replace(record, problem=OTHER, kernel=None)
-    assert bundles.find(untuned, CONTIGUOUS, H200, "580") == entry[0]
+    assert bundles.find(untuned, CONTIGUOUS, H200) == entry[0]
     with_lse = msgspec.structs.replace(CONTIGUOUS, lse=True)
-    assert bundles.find(record, with_lse, H200, "580") is None
+    assert bundles.find(record, with_lse, H200) is None
 
 
-@pytest.mark.parametrize(("target", "branch"), [("h100", "580"), ("h200", "570")])
-def test_unverified_kernel_is_not_used(path: Path, record: Record, target: str, branch: str) -> None:
-    bundles = Bundles(Driver(CudaLibrary()))
-    assert bundles.find(record, CONTIGUOUS, find_target(target), branch) is None
+def test_kernel_without_a_receipt_of_this_gpu_is_not_used(path: Path, record: Record) -> None:
+    assert Bundles(Driver(CudaLibrary())).find(record, CONTIGUOUS, find_target("h100")) is None
 
 
 def test_receipt_of_other_machine_code_is_not_used(
@@ -121,7 +116,7 @@ def test_receipt_of_other_machine_code_is_not_used(
     made, codes = entry
     slower = msgspec.structs.replace(made.stages[0], early=True)
     path.write_bytes(dump_bundle("sm_90", "1", [msgspec.structs.replace(made, stages=(slower,))], codes))
-    assert Bundles(Driver(CudaLibrary())).find(record, CONTIGUOUS, H200, "580") is None
+    assert Bundles(Driver(CudaLibrary())).find(record, CONTIGUOUS, H200) is None
 
 
 def test_unusable_bundle_is_one_warning(path: Path, entry: Any, record: Record) -> None:
@@ -132,7 +127,7 @@ def test_unusable_bundle_is_one_warning(path: Path, entry: Any, record: Record) 
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
             for _ in range(2):
-                assert bundles.find(record, CONTIGUOUS, H200, "580") is None
+                assert bundles.find(record, CONTIGUOUS, H200) is None
         assert all(isinstance(warning.message, FlashtuneWarning) for warning in seen)
         assert len(seen) <= 1
 
@@ -146,18 +141,18 @@ def test_damaged_code_or_failed_load_is_compiled_instead(path: Path, entry: Any,
     for library, file in ((Refusing(), content), (CudaLibrary(), content[:-40] + bytes(40))):
         path.write_bytes(file)
         bundles = Bundles(Driver(library))
-        found = bundles.find(record, CONTIGUOUS, H200, "580")
+        found = bundles.find(record, CONTIGUOUS, H200)
         assert found is not None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            assert bundles.load(found, record, CONTIGUOUS, H200, CPU) is None
-        assert bundles.find(record, CONTIGUOUS, H200, "580") is None
+            assert bundles.load(found, H200, CPU) is None
+        assert bundles.find(record, CONTIGUOUS, H200) is None
 
 
 def test_without_a_bundle_nothing_is_found(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     assert bundle_path(90) is None
-    assert Bundles().find(record, CONTIGUOUS, H200, "580") is None
+    assert Bundles().find(record, CONTIGUOUS, H200) is None
 
 
 def test_installed_package_of_data_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
