@@ -14,6 +14,7 @@ from flashtune.core.features.records import ExtraInputs
 from flashtune.core.kernel import Kernel, Specialization
 from flashtune.core.record import Record, Selection
 from flashtune.core.target import Target
+from flashtune.db.location import database_bundle
 from flashtune.dispatch.bound_request import KernelKey
 from flashtune.dispatch.versions import driver_version
 from flashtune.launch.binding import Binary, Tensors, bind
@@ -48,7 +49,7 @@ class KernelLoader:
 
     def __init__(self, checks: SelfChecks | None = None, bundles: Bundles | None = None) -> None:
         self.checks = checks or SelfChecks()
-        self.bundles = bundles or Bundles()
+        self.bundles = bundles or Bundles(of_database=database_bundle)
         self.binaries = Binaries()
         # Rendered kernels, which calls of other lengths share.
         self.rendered: dict[tuple[object, ...], Kernel] = {}
