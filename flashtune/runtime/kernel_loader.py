@@ -14,6 +14,7 @@ from flashtune.core.features.records import ExtraInputs
 from flashtune.core.kernel import Kernel, Specialization
 from flashtune.core.record import Record, Selection
 from flashtune.core.target import Target
+from flashtune.db.location import database_bundle
 from flashtune.dispatch.bound_request import KernelKey
 from flashtune.launch.binding import Binary, Tensors, bind
 from flashtune.launch.bundles import Bundles, bundled_kernel
@@ -46,7 +47,7 @@ class KernelLoader:
 
     def __init__(self, checks: SelfChecks | None = None, bundles: Bundles | None = None) -> None:
         self.checks = checks or SelfChecks()
-        self.bundles = bundles or Bundles()
+        self.bundles = bundles or Bundles(of_database=database_bundle)
         self.binaries = Binaries()
         # Rendered kernels, which calls of other lengths share.
         self.rendered: dict[tuple[object, ...], Kernel] = {}

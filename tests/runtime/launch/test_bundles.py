@@ -19,7 +19,7 @@ from flashtune.dispatch.bound_request import KernelKey
 from flashtune.launch.binding import bind, compile_binary
 from flashtune.launch.bundle_binding import BundledBinary
 from flashtune.launch.bundle_entries import entry_of
-from flashtune.launch.bundles import VARIABLE, Bundles, bundle_path, bundled_kernel, recipe_of
+from flashtune.launch.bundles import VARIABLE, Bundles, bundle_paths, bundled_kernel, recipe_of
 from flashtune.launch.compiler_process import CompilerProcess
 from flashtune.launch.kernel_cache import kernel_of
 from flashtune.launch.tensors import ForwardTensors
@@ -151,12 +151,33 @@ def test_damaged_code_or_failed_load_is_compiled_instead(path: Path, entry: Any,
 
 def test_without_a_bundle_nothing_is_found(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
-    assert bundle_path(90) is None
+    assert bundle_paths(90, None) == []
     assert Bundles().find(record, CONTIGUOUS, H200) is None
 
 
-def test_installed_package_of_data_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)
-    (tmp_path / "flashtune_kernels_sm90").mkdir()
+def test_named_bundle_comes_before_those_of_the_database_and_of_a_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named, database = tmp_path / "named.bundle", tmp_path / "database.bundle"
+    package = tmp_path / "flashtune_kernels_sm90"
+    package.mkdir()
     monkeypatch.syspath_prepend(tmp_path)
-    assert bundle_path(90) == tmp_path / "flashtune_kernels_sm90" / "kernels.bundle"
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert bundle_paths(90, database) == [package / "kernels.bundle"], "the database has no bundle"
+    database.touch()
+    monkeypatch.setenv(VARIABLE, str(named))
+    assert bundle_paths(90, database) == [named, database, package / "kernels.bundle"]
+
+
+def test_bundle_of_the_database_serves_unless_another_user_can_write_it(
+    path: Path, entry: Any, record: Record, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    database = path.rename(tmp_path / "database.bundle")
+    path.write_bytes(dump_bundle("sm_90", "1.0", [], {}))
+    made = Bundles(Driver(CudaLibrary()), lambda arch: database)
+    assert made.find(record, CONTIGUOUS, H200) == entry[0]
+    assert made.load(entry[0], H200, CPU) is not None
+    database.chmod(0o666)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert Bundles(of_database=lambda arch: database).find(record, CONTIGUOUS, H200) is None
