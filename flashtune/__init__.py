@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 from flashtune.core import VERSION
 from flashtune.core.errors import (
+    BundleError,
     CacheFullError,
     FlashtuneError,
     KernelError,
@@ -53,6 +54,7 @@ __version__ = VERSION
 
 __all__ = [
     "BlockMask",
+    "BundleError",
     "CacheFullError",
     "Explanation",
     "FlashtuneError",

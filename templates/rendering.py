@@ -4,6 +4,7 @@ import enum
 import functools
 from collections.abc import Mapping
 from importlib import resources
+from pathlib import Path
 
 import jinja2
 import msgspec
@@ -77,6 +78,13 @@ def _environment() -> jinja2.Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
+
+
+def parse_templates() -> None:
+    """Parses the templates of all families ahead of the first kernel."""
+    folder = Path(str(resources.files(PACKAGE)))
+    for path in sorted(folder.rglob("*.jinja")):
+        _environment().get_template(path.relative_to(folder).as_posix())
 
 
 def _read_template(name: str) -> str:

@@ -33,6 +33,8 @@ ADDED_DIRECTLY = {
     "integrations/torch.py self._libraries": "an entry for each operator",
     "integrations/torch.py self._overrides": "an entry for each operator",
     "kv_cache/block_manager.py self._holdings": "entries are removed with their sequences",
+    "launch/bundles.py self._loaded": "loaded kernels stay loaded",
+    "launch/bundles.py self._open": "an entry for each architecture",
     "launch/kernel_cache.py self._binaries": "loaded kernels stay loaded",
     "launch/tma_descriptors.py self._together": "cleared at MAX_ADDRESSES",
     "launch/workspaces.py self._addresses": "an entry for each workspace that is kept",

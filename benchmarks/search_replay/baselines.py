@@ -1,5 +1,6 @@
 """Baseline strategies: any order, and one of Optuna's samplers alone."""
 
+import math
 import random
 from collections.abc import Iterable
 
@@ -24,6 +25,10 @@ class InOrder:
     def tell(self, candidate: Candidate, answer: TrialResult) -> None:
         """Learns nothing."""
 
+    def expected_gain(self) -> float:
+        """Nothing is known."""
+        return math.inf
+
 
 class Sampled:
     """Proposes the suggestion of an Optuna sampler, or the nearest new candidate."""
@@ -43,6 +48,10 @@ class Sampled:
     def tell(self, candidate: Candidate, answer: TrialResult) -> None:
         """Tells the sampler."""
         self._study.add(candidate, answer)
+
+    def expected_gain(self) -> float:
+        """Nothing is known."""
+        return math.inf
 
 
 def at_random(context: SearchContext) -> Strategy:

@@ -17,7 +17,6 @@ from flashtune.db.store import open_store
 from flashtune.db.table import shipped_table
 from flashtune.tuner.candidates import Candidate, FamilySpace
 from flashtune.tuner.search.driver import run_search
-from flashtune.tuner.search.finals import FINALISTS
 from flashtune.tuner.search.request import Budget, SearchRequest, WarmStart
 from flashtune.tuner.search.surrogate import CandidateGrid
 from flashtune.tuner.search.warm_start import warm_configs
@@ -81,4 +80,4 @@ def replayed(table: TruthTable, experience: WarmStart, policy: str, seed: int, e
         database = shutil.copy(empty, Path(folder, "records.sqlite"))
         with open_store(str(database)) as store:
             run_search(request, store, equipment=replay.equipment(), policy=POLICIES[policy])
-    return fastest(table) / best_after(replay.tried, FINALISTS)[-1]
+    return fastest(table) / best_after(replay.tried, request.budget.finalists)[-1]

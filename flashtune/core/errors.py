@@ -46,6 +46,10 @@ class TableError(UsageError):
     """A tuned table is damaged, has another schema, or has values out of bounds."""
 
 
+class BundleError(UsageError):
+    """A bundle is damaged, has another format, or cannot hold or serve a kernel."""
+
+
 class StoreError(FlashtuneError):
     """A database cannot be opened, read or written."""
 

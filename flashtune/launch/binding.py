@@ -7,7 +7,7 @@ passes addresses, numbers and those integers to the driver.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,12 +19,14 @@ from flashtune.launch.compilation import compile_kernel, interpreting, load_modu
 from flashtune.launch.launch import Launch, Stage, interpreted_launch_of, launch_of
 from flashtune.launch.launcher import interpreted_queue, queue_of
 from flashtune.launch.tensors import BackwardTensors, ForwardTensors
-from flashtune.launch.tma_descriptors import DescriptorArguments, typed, without_memory
+from flashtune.launch.tma_descriptors import DescriptorArguments, makers_of, typed, without_memory
 from flashtune.launch.workspaces import Allocate, Kept, Workspaces, allocate_workspace
 from flashtune.request.quantization import E4M3, unit_scales
 
 if TYPE_CHECKING:
     from triton.compiler import CompiledKernel
+
+    from flashtune.launch.bundle_binding import BundledBinary
 
 # The names of a backward pass's workspaces begin so and end with the workspace's index.
 WORKSPACE = "workspace_"
@@ -45,7 +47,7 @@ def bind(
     tensors: Tensors,
     side: ExtraInputs = NO_EXTRA_INPUTS,
     *,
-    compiled: Binary | None = None,
+    compiled: Binary | BundledBinary | None = None,
     allocate: Allocate = allocate_workspace,
     kept: Kept | None = None,
 ) -> Launch:
@@ -55,9 +57,59 @@ def bind(
     one binary. With `kept`, launches share the memory of workspaces. Verification allocates poisoned
     workspaces.
     """
+    if not isinstance(compiled, dict | None):
+        from flashtune.launch.bundle_binding import bind_entry
+
+        return bind_entry(compiled, tensors, side, allocate=allocate, kept=kept)
     module = load_module(kernel)
-    quantized = tensors.q.dtype is E4M3
+    plan = plan_launch(kernel, module, tensors, side)
+    plans, names, workspaces = plan.kernels, plan.names, plan.workspaces
+    fields = tensors._fields
+    if interpreting():
+        queues = (interpreted_queue(module, entry, at, ints) for entry, _, at, ints in plans)
+        stages = tuple(zip(queues, names, strict=True))
+        return interpreted_launch_of(stages, fields, workspaces, allocate)
+    binary = compiled or compile_binary(kernel, target)
+    device = tensors.q.device
+    patterns: dict[str, Sequence[Any]] = {}
+    arguments = None
+    if kernel.takes_descriptors:
+        # Each call draws its own seed for dropout, so a plan has none.
+        lasting = tuple(tensor if tensor is None else without_memory(tensor) for tensor in plan.tensors)
+        scratch = [allocate_workspace(shape, torch.device("meta")) for shape in workspaces.values()]
+        patterns = descriptors_of(
+            kernel, module, tensors, lasting, dict(zip(workspaces, scratch, strict=True))
+        )
+        metadata = binary[kernel.entry].metadata.tensordesc_meta
+        arguments = DescriptorArguments(makers_of([*patterns.values()], metadata))
+    return launch_of(
+        tuple(
+            Stage(queue_of(binary[entry], at, ints, device), taken, bool(patterns) and entry == kernel.entry)
+            for (entry, _, at, ints), taken in zip(plans, names, strict=True)
+        ),
+        fields,
+        device,
+        Workspaces(workspaces, device, allocate, kept) if workspaces else None,
+        tuple(patterns),
+        arguments,
+        unit_scales(tensors.q) if tensors.q.dtype is E4M3 else None,
+    )
+
+
+class LaunchPlan(NamedTuple):
+    """The kernels of a launch for tensors of some shapes."""
+
+    # The function, arguments, grid and integers of each kernel, in launch order.
+    kernels: list[tuple[str, tuple[Argument, ...], tuple[int, ...], tuple[int, ...]]]
+    names: list[tuple[str, ...]]  # For each kernel, the names of its arguments that change with calls.
+    workspaces: dict[str, tuple[int, ...]]  # The shapes of workspaces.
+    tensors: tuple[Tensor | None, ...]  # The tensors that the module's functions take.
+
+
+def plan_launch(kernel: Kernel, module: Any, tensors: Tensors, side: ExtraInputs) -> LaunchPlan:
+    """Returns the plan of a launch, by the functions of the kernel's rendered module."""
     # Scales of quantised queries have fixed strides, so the plan does not need them.
+    quantized = tensors.q.dtype is E4M3
     planned_side = () if quantized else (name for name in kernel.all_side if name not in NUMBERS)
     planned = (*tensors.planned, *(getattr(side, name) for name in planned_side))
     grid, shapes, integers = module.launch_plan(*planned)
@@ -71,30 +123,7 @@ def bind(
         plans.append((kernel.epilogue.entry, kernel.epilogue.arguments, *module.epilogue_plan(*planned)))
     names = [_names(kernel, tensors, arguments, ints) for _, arguments, _, ints in plans]
     workspaces = dict(zip(_workspaces(tensors, names), shapes, strict=True))
-    fields = tensors._fields
-    if interpreting():
-        queues = (interpreted_queue(module, entry, at, ints) for entry, _, at, ints in plans)
-        stages = tuple(zip(queues, names, strict=True))
-        return interpreted_launch_of(stages, fields, workspaces, allocate)
-    binary = compiled or compile_binary(kernel, target)
-    device = tensors.q.device
-    patterns: dict[str, Sequence[Any]] = {}
-    arguments = None
-    if kernel.takes_descriptors:
-        patterns = _descriptors(kernel, module, tensors, planned, workspaces)
-        arguments = DescriptorArguments([*patterns.values()], binary[kernel.entry].metadata.tensordesc_meta)
-    return launch_of(
-        tuple(
-            Stage(queue_of(binary[entry], at, ints, device), taken, bool(patterns) and entry == kernel.entry)
-            for (entry, _, at, ints), taken in zip(plans, names, strict=True)
-        ),
-        fields,
-        device,
-        Workspaces(workspaces, device, allocate, kept) if workspaces else None,
-        tuple(patterns),
-        arguments,
-        unit_scales(tensors.q) if quantized else None,
-    )
+    return LaunchPlan(plans, names, workspaces, planned)
 
 
 def _names(
@@ -119,28 +148,26 @@ def _workspaces(tensors: Tensors, names: Sequence[tuple[str, ...]]) -> list[str]
     return sorted(workspaces, key=lambda name: name if name.startswith(WORKSPACE) else "")
 
 
-def _descriptors(
+def descriptors_of(
     kernel: Kernel,
     module: Any,
     tensors: Tensors,
     planned: tuple[Tensor | None, ...],
-    workspaces: dict[str, tuple[int, ...]],
+    workspaces: dict[str, Tensor],
 ) -> dict[str, Sequence[Any]]:
-    """Returns the descriptors of each tensor and workspace by its name, on tensors without memory."""
-    # Each call draws its own seed for dropout, so a plan has none.
-    lasting = [tensor if tensor is None else without_memory(tensor) for tensor in planned]
-    scratch = [allocate_workspace(shape, torch.device("meta")) for shape in workspaces.values()]
+    """Returns the descriptors of each tensor and workspace by its name."""
     if isinstance(tensors, BackwardTensors):
-        descriptors: dict[str, Sequence[Any]] = module.descriptors(*lasting, *scratch)
+        descriptors: dict[str, Sequence[Any]] = module.descriptors(*planned, *workspaces.values())
         return descriptors
-    q, k, v, out = lasting[:4]
+    q, k, v, out = planned[:4]
     source = "v"
     if kernel.prologue is not None and tensors.q.dtype is E4M3:
         # The kernel reads the values from the workspace that the prologue fills.
-        source, v = next(iter(workspaces)), typed(scratch[0], tensors.v)
+        source = next(iter(workspaces))
+        v = typed(workspaces[source], tensors.v)
     names = ("q", "k", source, "out")
     if kernel.describes_bias:
         side = [name for name in kernel.all_side if name not in NUMBERS]
-        bias = lasting[len(names) + side.index("bias")]
+        bias = planned[len(names) + side.index("bias")]
         return dict(zip((*names, "bias"), module.descriptors(q, k, v, out, bias), strict=True))
     return dict(zip(names, module.descriptors(q, k, v, out), strict=True))

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from triton.runtime._allocation import _allocator
 
 from flashtune.core.errors import KernelError
 from flashtune.core.machine import machine_errors
@@ -96,6 +95,7 @@ def direct_launch(run: Any, grid: tuple[int, ...], head: tuple[Any, ...]) -> Que
 
 def _through(run: Callable[..., None], grid: tuple[int, ...], head: tuple[Any, ...]) -> Callable[..., None]:
     """Returns a function that calls Triton's launcher in each launch."""
+    from triton.runtime._allocation import _allocator
 
     def launch(stream: int, *values: Any) -> None:
         # Device-side descriptors are in scratch memory, from torch's stream-ordered pool.

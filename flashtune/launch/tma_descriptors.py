@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 # The largest number of cached addresses, per tensor and in combination. A full cache is cleared.
 MAX_ADDRESSES = 512
 
+# Returns the kernel arguments for the descriptors of one tensor at an address.
+Make = Callable[[int], list[Any]]
+
 # Devices known to have a current context in this thread.
 _thread = threading.local()
 
@@ -31,21 +34,12 @@ _thread = threading.local()
 class DescriptorArguments:
     """The kernel arguments for described tensors of bound shapes and strides."""
 
-    __slots__ = ("_known", "_make", "_patterns", "_together", "at")
+    __slots__ = ("_known", "_makers", "_together", "at")
 
-    def __init__(
-        self, patterns: Sequence[Sequence[TensorDescriptor]], metadata: Sequence[dict[str, Any]]
-    ) -> None:
-        """Binds shapes and strides.
-
-        `patterns` are the descriptors of each tensor, on tensors of any address. They live as long as this
-        object, so pass tensors from `without_memory`. `metadata` is the compiler's for each descriptor, in
-        order.
-        """
-        self._make = _maker()
-        rest = iter(metadata)
-        self._patterns = [[(pattern, next(rest)) for pattern in of_tensor] for of_tensor in patterns]
-        self._known: list[dict[int, list[Any]]] = [{} for _ in patterns]
+    def __init__(self, makers: Sequence[Make]) -> None:
+        """Binds the functions that make the descriptors of each tensor, in order."""
+        self._makers = makers
+        self._known: list[dict[int, list[Any]]] = [{} for _ in makers]
         self._together: dict[tuple[int, ...], tuple[Any, ...]] = {}
         # Returns the arguments for a known combination of addresses, with one look-up for all.
         self.at: Callable[[tuple[int, ...]], tuple[Any, ...] | None] = self._together.get
@@ -56,14 +50,11 @@ class DescriptorArguments:
         `addresses` are those of all tensors, in order.
         """
         values: list[Any] = []
-        for address, cached, patterns in zip(addresses, self._known, self._patterns, strict=True):
+        for address, cached, make in zip(addresses, self._known, self._makers, strict=True):
             descriptors = cached.get(address)
             if descriptors is None:
                 _make_context_current(device)
-                descriptors = []
-                for pattern, notes in patterns:
-                    base = _At(pattern.base.dtype, address)
-                    descriptors += self._make(dataclasses.replace(pattern, base=base), notes)
+                descriptors = make(address)
                 if len(cached) >= MAX_ADDRESSES:
                     cached.clear()
                 cached[address] = descriptors
@@ -72,6 +63,26 @@ class DescriptorArguments:
             self._together.clear()
         self._together[addresses] = together = tuple(values)
         return together
+
+
+def makers_of(
+    patterns: Sequence[Sequence[TensorDescriptor]], metadata: Sequence[dict[str, Any]]
+) -> list[Make]:
+    """Returns the functions that make the descriptors of each tensor by Triton.
+
+    `patterns` are the descriptors of each tensor, on tensors of any address. The functions keep them, so pass
+    tensors from `without_memory`. `metadata` is the compiler's for each descriptor, in order.
+    """
+    make, rest = _maker(), iter(metadata)
+
+    def maker(described: list[tuple[TensorDescriptor, dict[str, Any]]]) -> Make:
+        return lambda address: [
+            argument
+            for pattern, notes in described
+            for argument in make(dataclasses.replace(pattern, base=_At(pattern.base.dtype, address)), notes)
+        ]
+
+    return [maker([(pattern, next(rest)) for pattern in of_tensor]) for of_tensor in patterns]
 
 
 class _At:

@@ -1,7 +1,9 @@
 """Compiles, loads, checks and binds the kernels of calls."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import torch
@@ -12,8 +14,10 @@ from flashtune.core.features.records import ExtraInputs
 from flashtune.core.kernel import Kernel, Specialization
 from flashtune.core.record import Record, Selection
 from flashtune.core.target import Target
+from flashtune.db.location import database_bundle
 from flashtune.dispatch.bound_request import KernelKey
 from flashtune.launch.binding import Binary, Tensors, bind
+from flashtune.launch.bundles import Bundles, bundled_kernel
 from flashtune.launch.compilation import is_compiled
 from flashtune.launch.compiler_process import CompilerProcess
 from flashtune.launch.kernel_cache import Binaries, kernel_of
@@ -22,6 +26,9 @@ from flashtune.launch.workspaces import kept_memory
 from flashtune.request.request import Request
 from flashtune.runtime.executors import clear_tail_on_cpu
 from flashtune.runtime.self_check import CheckTask, SelfChecks
+
+if TYPE_CHECKING:
+    from flashtune.launch.bundle_binding import BundledBinary
 
 # Maximum number of cached kernels: rendered ones, and those of calls with features. A model has a few.
 KERNELS_LIMIT = 1024
@@ -32,14 +39,15 @@ class LoadedKernel(NamedTuple):
 
     kernel: Kernel
     target: Target
-    binary: Binary
+    binary: Binary | BundledBinary
 
 
 class KernelLoader:
     """Compiles, loads, checks and binds kernels. Tests pass another one."""
 
-    def __init__(self, checks: SelfChecks | None = None) -> None:
+    def __init__(self, checks: SelfChecks | None = None, bundles: Bundles | None = None) -> None:
         self.checks = checks or SelfChecks()
+        self.bundles = bundles or Bundles(of_database=database_bundle)
         self.binaries = Binaries()
         # Rendered kernels, which calls of other lengths share.
         self.rendered: dict[tuple[object, ...], Kernel] = {}
@@ -51,9 +59,16 @@ class KernelLoader:
         self.kept = kept_memory()
 
     def load(self, selection: Selection, target: Target, key: KernelKey) -> LoadedKernel:
-        """Returns the loaded kernel of a selection, after a self-check unless a receipt covers it."""
+        """Returns the loaded kernel of a selection, after a self-check unless a receipt covers it.
+
+        A verified kernel of a bundle is neither rendered nor compiled.
+        """
         record = selection.record
         assert record.config is not None
+        entry = self.bundles.find(record, key.specialization, target)
+        loaded = entry and self.bundles.load(entry, target, key.device)
+        if entry is not None and loaded is not None:
+            return LoadedKernel(bundled_kernel(entry, record, key.specialization), target, loaded)
         kernel = self.kernel_of(record, key.specialization, target)
         if selection.proves(kernel.digest):
             return LoadedKernel(kernel, target, self.binaries.of(kernel, target, key.device))
@@ -68,7 +83,12 @@ class KernelLoader:
         return LoadedKernel(kernel, target, binary)
 
     def bind(
-        self, kernel: Kernel, target: Target, tensors: Tensors, side: ExtraInputs, binary: Binary
+        self,
+        kernel: Kernel,
+        target: Target,
+        tensors: Tensors,
+        side: ExtraInputs,
+        binary: Binary | BundledBinary,
     ) -> Launch:
         """Returns the launch of a loaded kernel."""
         return bind(kernel, target, tensors, side, compiled=binary, kept=self.kept)
@@ -85,7 +105,9 @@ class KernelLoader:
     def compile_apart(
         self, compiler: CompilerProcess, record: Record, specialization: Specialization, target: Target
     ) -> None:
-        """Lets another process render and compile the kernel of a record, unless Triton's cache has it."""
+        """Lets another process render and compile a kernel, unless a bundle or Triton's cache has it."""
+        if self.bundles.find(record, specialization, target) is not None:
+            return
         key = _computation(record, specialization, target)
         kernel = self.rendered.get(key)
         if kernel is None or not all(is_compiled(part, target) for part in kernel.parts):
@@ -97,14 +119,19 @@ class KernelLoader:
         """Returns the function that clears rows after the last packed sequence, and loads its kernel."""
         if request.device.type == "cpu":
             return clear_tail_on_cpu
-        from flashtune.launch.packed_tail import compile_clear, tail_clearer
+        from flashtune.launch.packed_tail import tail_clearer, tail_recipe
 
         out = request.out_like
         # A binary that is loaded stays on its device.
         key = out.dtype, target, request.device
         binary = self.clearing.get(key)
         if binary is None:
-            binary = compile_clear(out.dtype, target)
+            entry = self.bundles.entry(lambda: tail_recipe(out.dtype), target)
+            binary = entry and self.bundles.load(entry, target, request.device)
+            if binary is None:
+                from flashtune.launch.tail_kernel import compile_clear
+
+                binary = compile_clear(out.dtype, target)
             keep(self.clearing, key, binary)
         return tail_clearer(binary, out, request.return_lse, sequences, request.device)
 

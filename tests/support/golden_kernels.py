@@ -17,7 +17,7 @@ import msgspec
 
 from flashtune import testing
 from flashtune.core.kernel import Alignment, Kernel, Specialization
-from flashtune.core.problem import Bias, BlockLists, Causal, Dtype, KvDtype, KvScale
+from flashtune.core.problem import Bias, BlockLists, Causal, Dtype, KvDtype, KvScale, Problem
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from tests.problems import hopper_backward
@@ -352,21 +352,29 @@ COMBINATIONS = {
 }  # fmt: skip
 
 
-def kernel_of(name: str) -> Kernel:
-    """The kernel of that combination."""
+def problem_of(name: str) -> Problem:
+    """The problem of a combination or of a row of HOPPER_BACKWARD."""
+    if name in HOPPER_BACKWARD:
+        widths, _, features, _ = HOPPER_BACKWARD[name]
+        return hopper_backward.a_problem(*widths, **features)
     chosen = COMBINATIONS[name]
-    family = find_family(chosen.family)
-    problem = testing.problem(
+    return testing.problem(
         "heads=8,kv_heads=4,seqlen=1024,head_dim=64,batch=2",
         dtype=Dtype(chosen.dtype),
         head_dim=chosen.widths[0],
         value_head_dim=chosen.widths[1],
         causal=Causal(chosen.causal),
-        direction=family.direction,
+        direction=find_family(chosen.family).direction,
         **chosen.features,
     )
+
+
+def kernel_of(name: str) -> Kernel:
+    """The kernel of that combination."""
+    chosen = COMBINATIONS[name]
+    family = find_family(chosen.family)
     config = msgspec.convert(chosen.config, family.config_type)
-    return render(family, problem, config, chosen.specialization)
+    return render(family, problem_of(name), config, chosen.specialization)
 
 
 # Widths, specialisation, changes of the problem and of the default config of the family `backward_hopper`.
@@ -424,9 +432,8 @@ HOPPER_BACKWARD: dict[str, tuple[tuple[int, int], Specialization, dict[str, Any]
 
 def kernel_of_gradient(name: str) -> Kernel:
     """The kernel of that row of HOPPER_BACKWARD."""
-    widths, specialization, features, config = HOPPER_BACKWARD[name]
-    problem = hopper_backward.a_problem(*widths, **features)
-    return hopper_backward.kernel_of(problem, specialization, **config)
+    _, specialization, _, config = HOPPER_BACKWARD[name]
+    return hopper_backward.kernel_of(problem_of(name), specialization, **config)
 
 
 KERNELS: dict[str, Callable[[], Kernel]] = {

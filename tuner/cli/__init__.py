@@ -48,6 +48,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "export": "Write selected kernels: json (a table), python (files), triton-config (lists), "
         "hf-kernel (a package for Hugging Face's kernels library).",
         "import": "Read a JSON table into the database.",
+        "bundle": "Files of compiled kernels: build, list, merge.",
         "db": "Databases: path, upgrade, merge, forget (delete records), compare (two tables).",
     },
     "List names": {

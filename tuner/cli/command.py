@@ -35,7 +35,7 @@ SECTIONS: dict[str, frozenset[str]] = {
 }
 OTHERS = "Options"
 # Commands that load torch and Triton.
-HEAVY = frozenset({"search", "warm", "explain", "bench", "render", "doctor", "verify", "sram-audit"})
+HEAVY = frozenset({"search", "warm", "explain", "bench", "render", "doctor", "verify", "sram-audit", "build"})
 
 
 class Command(click.Command):

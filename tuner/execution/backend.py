@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator
 from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, wait
 from typing import Any, NamedTuple, Protocol
 
-from flashtune.tuner.execution.compile_pool import CompilePool, Compiler
+from flashtune.tuner.execution.compile_pool import CompilePool, SearchCompiler
 from flashtune.tuner.execution.cpus import available_cpus
 from flashtune.tuner.execution.evaluation import Measurer, Predictor
 from flashtune.tuner.execution.gpu_worker import GpuWorker
@@ -53,7 +53,7 @@ class WallClock:
 class SearchWorkers(NamedTuple):
     """The compiler, measurer and clock of a search."""
 
-    compiler: Compiler  # Compiles candidates, several at once.
+    compiler: SearchCompiler  # Compiles candidates, several at once.
     measurer: Measurer  # Verifies and times candidates, or predicts their times.
     width: int = 1  # Number of candidates that compile at once.
     clock: Clock = WallClock()
@@ -69,7 +69,9 @@ def open_workers(device: int | None, jobs: int | None = None) -> Iterator[Search
     width = compilers_of(device, jobs)
     with contextlib.ExitStack() as stack:
         measurer: Measurer = Predictor() if device is None else stack.enter_context(GpuWorker(device))
-        yield SearchWorkers(stack.enter_context(CompilePool(width)), measurer, width)
+        compiler = stack.enter_context(CompilePool(width))
+        compiler.start()
+        yield SearchWorkers(compiler, measurer, width)
 
 
 def compilers_of(device: int | None, jobs: int | None = None) -> int:

@@ -8,7 +8,7 @@ import msgspec
 
 from flashtune.core.errors import KernelError, MachineError
 from flashtune.core.kernel import Kernel, Specialization
-from flashtune.core.machine import tool_failed
+from flashtune.core.machine import machine_errors, tool_failed
 from flashtune.core.problem import Problem
 from flashtune.core.record import Digest, Outcome, Resources
 from flashtune.core.target import Target
@@ -19,6 +19,7 @@ from flashtune.tuner.binary.resources import Part, combined, misfit, read_parts,
 from flashtune.tuner.candidates import Candidate, SearchTask
 from flashtune.tuner.execution.machine_probe import fault_of, outside_fault, settle_after_probe
 from flashtune.tuner.execution.processes import LostJob, Workers, failure_of, stopped
+from flashtune.verification.schedule_fuzzing import delayed
 
 COMPILE_SECONDS = 60.0
 MAX_MESSAGE = 400
@@ -42,6 +43,14 @@ class Compiler(Protocol):
 
     def submit(self, scope: SearchTask, candidate: Candidate) -> Future[Compiled]:
         """Starts compiling. The future raises only `MachineError`."""
+        ...
+
+
+class SearchCompiler(Compiler, Protocol):
+    """The compiler of a search."""
+
+    def compile_delayed(self, scope: SearchTask, candidate: Candidate) -> None:
+        """Compiles a candidate with random delays into Triton's cache. Does not wait."""
         ...
 
 
@@ -75,6 +84,15 @@ class CompilePool:
         settled: Future[Compiled] = Future()
         self._start(scope, candidate, settled, again=True)
         return settled
+
+    def compile_delayed(self, scope: SearchTask, candidate: Candidate) -> None:
+        """Compiles a candidate with random delays into Triton's cache. Errors recur in its verification."""
+        arguments = (scope.problem, candidate, scope.specialization, scope.target)
+        self._workers.schedule(build_late, arguments, self._seconds)
+
+    def start(self) -> None:
+        """Starts the processes without waiting for them."""
+        self._workers.start()
 
     def _start(
         self, scope: SearchTask, candidate: Candidate, settled: Future[Compiled], *, again: bool
@@ -154,6 +172,19 @@ def compile_kernel(kernel: Kernel, target: Target) -> Compiled:
     reason = next(filter(None, (_infeasible(part, target) for part in parts)), "")
     outcome = Outcome.INFEASIBLE if reason else Outcome.OK
     return Compiled(outcome, kernel.digest, combined(parts), reason)
+
+
+@machine_errors()
+def build_late(
+    problem: Problem, candidate: Candidate, specialization: Specialization, target: Target
+) -> bool:
+    """Compiles a candidate with random delays, and returns whether that kernel can be launched.
+
+    It cannot if the kernel has no explicit synchronisation, or if the kernel with delays does not compile
+    or fit. Neither is a failure of the candidate.
+    """
+    late = delayed(render(find_family(candidate.family), problem, candidate.config, specialization))
+    return late is not None and compile_kernel(late, target).outcome is Outcome.OK
 
 
 def _refused(kernel: Kernel, error: KernelError) -> Compiled:

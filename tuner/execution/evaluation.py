@@ -9,6 +9,7 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
+from flashtune.bundle.records import Entry
 from flashtune.core.errors import FlashtuneError
 from flashtune.core.record import Measurement, Outcome, Provenance, Verdict
 from flashtune.templates.registry import find_family
@@ -17,6 +18,8 @@ from flashtune.tuner.execution.compile_pool import Compiled
 from flashtune.tuner.perf_model.prediction import expected_ms, shipped_fit
 
 Result = TypeVar("Result")
+# An entry of a bundle with its machine code by SHA-256, or nothing.
+MachineCode = tuple[tuple[Entry, dict[str, bytes]], ...]
 
 
 class DeviceLostError(FlashtuneError):
@@ -37,18 +40,31 @@ class Measurer(Protocol):
 
     provenance: Provenance  # The origin of its times.
 
+    def warm_up(self, scope: SearchTask, candidate: Candidate) -> None:
+        """Prepares for a problem while its first candidates compile. Does not wait."""
+        ...
+
     def evaluate(
         self, scope: SearchTask, candidate: Candidate, compiled: Compiled, drop_above_ms: float | None
     ) -> Future[Evaluation]:
         """Verifies, then measures. The future raises only `DeviceLostError` and `MachineError`."""
         ...
 
-    def finals(self, scope: SearchTask, candidates: tuple[Candidate, ...]) -> Future[tuple[Measurement, ...]]:
-        """Times candidates and baselines in one run. The result is empty if that is impossible or fails."""
+    def finals(
+        self, scope: SearchTask, candidates: tuple[Candidate, ...], closest_seconds: float
+    ) -> Future[tuple[Measurement, ...]]:
+        """Times candidates and baselines in one run. The result is empty if that is impossible or fails.
+
+        The fastest are timed once more, in at most `closest_seconds`.
+        """
         ...
 
     def evaluate_delayed(self, scope: SearchTask, candidate: Candidate) -> Future[Evaluation | None]:
         """Verifies a candidate with schedule fuzzing. The result is None if it cannot be fuzzed."""
+        ...
+
+    def machine_code(self, scope: SearchTask, candidate: Candidate) -> Future[MachineCode]:
+        """Returns a verified candidate as an entry of a bundle, or nothing if it cannot be one."""
         ...
 
 
@@ -64,6 +80,9 @@ class Predictor:
 
     provenance = Provenance.PREDICTED
 
+    def warm_up(self, scope: SearchTask, candidate: Candidate) -> None:
+        """Does nothing."""
+
     def evaluate(
         self, scope: SearchTask, candidate: Candidate, compiled: Compiled, drop_above_ms: float | None
     ) -> Future[Evaluation]:
@@ -78,15 +97,22 @@ class Predictor:
             return _done(Evaluation(Outcome.INFEASIBLE, message="not one block fits a multiprocessor"))
         return _done(Evaluation(Outcome.OK, measurement=Measurement(ms, ms, ms, 0)))
 
-    def finals(self, scope: SearchTask, candidates: tuple[Candidate, ...]) -> Future[tuple[Measurement, ...]]:
+    def finals(
+        self, scope: SearchTask, candidates: tuple[Candidate, ...], closest_seconds: float
+    ) -> Future[tuple[Measurement, ...]]:
         """Returns an empty result, because a second prediction would be the same."""
-        del scope, candidates
+        del scope, candidates, closest_seconds
         return _done(())
 
     def evaluate_delayed(self, scope: SearchTask, candidate: Candidate) -> Future[Evaluation | None]:
         """Returns None, because schedule fuzzing needs a GPU."""
         del scope, candidate
         return _done(None)
+
+    def machine_code(self, scope: SearchTask, candidate: Candidate) -> Future[MachineCode]:
+        """Returns nothing, because nothing was verified."""
+        del scope, candidate
+        return _done(())
 
 
 def _done(result: Result) -> Future[Result]:

@@ -11,26 +11,30 @@ from typing import NoReturn
 
 import torch
 
-from flashtune.core.errors import KernelError, MachineError
+from flashtune.bundle.driver import Driver
+from flashtune.core.errors import BundleError, KernelError, MachineError
 from flashtune.core.kernel import Specialization
 from flashtune.core.machine import machine_errors
 from flashtune.core.problem import Problem
 from flashtune.core.record import Measurement, Outcome
 from flashtune.core.target import Target
+from flashtune.dispatch.versions import current_versions
+from flashtune.launch.binding import compile_binary
+from flashtune.launch.bundle_binding import BundledBinary, load_entry
+from flashtune.launch.bundle_entries import entry_of
 from flashtune.launch.compilation import first_line
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from flashtune.tuner.candidates import Candidate
-from flashtune.tuner.execution.compile_pool import MAX_MESSAGE, compile_kernel
-from flashtune.tuner.execution.evaluation import Evaluation, lost_device
+from flashtune.tuner.execution.compile_pool import MAX_MESSAGE
+from flashtune.tuner.execution.evaluation import Evaluation, MachineCode, lost_device
 from flashtune.tuner.execution.inputs import Tensors, make_tensors
 from flashtune.tuner.execution.processes import lacked_memory
 from flashtune.tuner.execution.timed_runs import kernel_run, run_finals
 from flashtune.tuner.execution.timing import clock_probe, measure, once
 from flashtune.verification.cases import Level
-from flashtune.verification.check import check_delayed, check_kernel
+from flashtune.verification.check import check_delayed, check_kernel, check_rendered, preload
 from flashtune.verification.passes import forget
-from flashtune.verification.schedule_fuzzing import delayed
 
 # Errors that break a CUDA context. Each has an exit code.
 FATAL_ERRORS = (
@@ -66,6 +70,20 @@ def prepare(device: int) -> None:
         clock_probe(device)
     except (RuntimeError, AssertionError) as error:
         raise lost_device(device, first_line(error)) from error
+
+
+@machine_errors()
+def warm_up(
+    problem: Problem, candidate: Candidate, specialization: Specialization, target: Target, index: int
+) -> None:
+    """Initialises the GPU, and does what a first verification does before its launches."""
+    prepare(index)
+    kernel = render(find_family(candidate.family), problem, candidate.config, specialization)
+    device = torch.device("cuda", index)
+    try:
+        preload(kernel, problem, candidate.config, target, device, enough=lambda: False)
+    except RuntimeError as error:
+        leave_if_broken(device, error)
 
 
 @machine_errors()
@@ -116,19 +134,6 @@ def evaluate_candidate(
 
 
 @machine_errors()
-def build_late(
-    problem: Problem, candidate: Candidate, specialization: Specialization, target: Target
-) -> bool:
-    """Compiles a candidate with random delays, and returns whether that kernel can be launched.
-
-    It cannot if the kernel has no explicit synchronisation, or if the kernel with delays does not compile
-    or fit. Neither is a failure of the candidate.
-    """
-    late = delayed(render(find_family(candidate.family), problem, candidate.config, specialization))
-    return late is not None and compile_kernel(late, target).outcome is Outcome.OK
-
-
-@machine_errors()
 def evaluate_late(
     problem: Problem, candidate: Candidate, specialization: Specialization, target: Target, index: int
 ) -> Evaluation:
@@ -150,6 +155,34 @@ def evaluate_late(
     assert verdict is not None
     outcome = Outcome.OK if verdict.passed else Outcome.WRONG_RESULT
     return Evaluation(outcome, verdict, message=verdict.failed)
+
+
+@machine_errors()
+def machine_code_of(
+    problem: Problem, candidate: Candidate, specialization: Specialization, target: Target, index: int
+) -> MachineCode:
+    """Returns a verified candidate as an entry of a bundle, after a short verification of the entry's launch.
+
+    Returns nothing if bundles cannot express the launch or the entry fails. Exits the process if the CUDA
+    context broke.
+    """
+    prepare(index)
+    device = torch.device("cuda", index)
+    kernel = render(find_family(candidate.family), problem, candidate.config, specialization)
+    ptxas = current_versions(candidate.family).ptxas
+    try:
+        entry, codes = entry_of(kernel, problem, compile_binary(kernel, target), ptxas)
+        driver = Driver()
+        binary = BundledBinary(entry, load_entry(entry, codes.__getitem__, driver, device), driver)
+        verdict = check_rendered(
+            kernel, problem, candidate.config, target, device, Level.QUICK, compiled=binary
+        )
+    except MachineError:
+        raise
+    except (BundleError, KernelError, RuntimeError) as error:
+        leave_if_broken(device, error)
+        return ()
+    return ((entry, codes),) if verdict.passed else ()
 
 
 def _roomy_tensors(problem: Problem, device: torch.device, lse: bool) -> Tensors:
@@ -182,12 +215,15 @@ def time_finalists(
     specialization: Specialization,
     target: Target,
     index: int,
+    closest_seconds: float,
 ) -> tuple[Measurement, ...]:
     """Times the finalists; returns an empty tuple on failure. Exits the process if the CUDA context broke."""
     prepare(index)
     device = torch.device("cuda", index)
     try:
-        return run_finals(problem, candidates, specialization, target, device)
+        return run_finals(
+            problem, candidates, specialization, target, device, closest_seconds=closest_seconds
+        )
     except MachineError:
         raise
     except (KernelError, RuntimeError) as error:

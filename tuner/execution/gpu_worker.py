@@ -8,19 +8,21 @@ from typing import Any, Self, TypeVar
 from flashtune.core.errors import MachineError
 from flashtune.core.record import Measurement, Outcome, Provenance
 from flashtune.tuner.candidates import Candidate, SearchTask
-from flashtune.tuner.execution.compile_pool import COMPILE_SECONDS, Compiled
-from flashtune.tuner.execution.evaluation import Evaluation, lost_device
+from flashtune.tuner.execution.compile_pool import COMPILE_SECONDS, Compiled, build_late
+from flashtune.tuner.execution.evaluation import Evaluation, MachineCode, lost_device
 from flashtune.tuner.execution.gpu_jobs import (
     DELAYED,
-    build_late,
     evaluate_candidate,
     evaluate_late,
     fatal_error,
+    machine_code_of,
     prepare,
     time_finalists,
+    warm_up,
 )
 from flashtune.tuner.execution.machine_probe import fault_of, outside_fault, settle_after_probe
 from flashtune.tuner.execution.processes import LostJob, Workers, exit_code_of, failure_of, stopped
+from flashtune.tuner.execution.timed_runs import CLOSEST_SECONDS
 
 # Name of the GPU process in messages.
 RUNNER = "the process that runs kernels"
@@ -50,7 +52,7 @@ class GpuWorker:
         self._seconds = seconds
         self._worker = Workers(1)
         # The process starts and imports its modules while the first candidates compile.
-        self._worker.schedule(prepare, (device,), START_SECONDS)
+        self._worker.start(prepare, (device,), START_SECONDS)
 
     def __enter__(self) -> Self:
         return self
@@ -59,6 +61,11 @@ class GpuWorker:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._worker.stop()
+
+    def warm_up(self, scope: SearchTask, candidate: Candidate) -> None:
+        """Queues what a first verification in the process needs. Its errors recur in that verification."""
+        arguments = (scope.problem, candidate, scope.specialization, scope.target, self._device)
+        self._worker.start(warm_up, arguments, START_SECONDS)
 
     def evaluate(
         self, scope: SearchTask, candidate: Candidate, compiled: Compiled, drop_above_ms: float | None
@@ -92,15 +99,29 @@ class GpuWorker:
     def _patience(self, scope: SearchTask) -> float:
         return self._seconds * (BACKWARD_PATIENCE if scope.problem.is_backward else 1.0)
 
-    def finals(self, scope: SearchTask, candidates: tuple[Candidate, ...]) -> Future[tuple[Measurement, ...]]:
+    def finals(
+        self, scope: SearchTask, candidates: tuple[Candidate, ...], closest_seconds: float = CLOSEST_SECONDS
+    ) -> Future[tuple[Measurement, ...]]:
         """Queues the finals. The result is empty if their process is lost."""
-        arguments = (scope.problem, candidates, scope.specialization, scope.target, self._device)
+        assumed = (scope.specialization, scope.target, self._device)
+        arguments = (scope.problem, candidates, *assumed, closest_seconds)
         settled: Future[tuple[Measurement, ...]] = Future()
 
         def settle(done: Future[tuple[Measurement, ...]]) -> None:
             _pass_on(done, settled, () if failure_of(done) else None)
 
         self._worker.supervise(time_finalists, arguments, FINALS_SECONDS, settled, settle)
+        return settled
+
+    def machine_code(self, scope: SearchTask, candidate: Candidate) -> Future[MachineCode]:
+        """Queues the making of an entry of a bundle. The result is empty if its process is lost."""
+        arguments = (scope.problem, candidate, scope.specialization, scope.target, self._device)
+        settled: Future[MachineCode] = Future()
+
+        def settle(done: Future[MachineCode]) -> None:
+            _pass_on(done, settled, () if failure_of(done) else None)
+
+        self._worker.supervise(machine_code_of, arguments, self._patience(scope), settled, settle)
         return settled
 
     def _run(

@@ -30,14 +30,22 @@ from flashtune.launch.compilation import first_line
 
 # These imports must not use a GPU.
 PRELOADED = (
-    "triton.compiler",
+    "triton.compiler.code_generator",
+    "triton.experimental.gluon.language.nvidia.hopper",
     "flashtune.tuner.execution.compile_pool",
     "flashtune.tuner.execution.gpu_jobs",
+    "flashtune.tuner.execution.preloaded",
 )
 
 NOTHING_LOST = "what was finished is stored, and the same command goes on"
 
 Result = TypeVar("Result")
+
+
+def start_server() -> None:
+    """Starts the server of processes, which imports their modules meanwhile."""
+    with _starting():
+        _context()
 
 
 def start_pool(workers: int) -> ProcessPool:
@@ -81,23 +89,45 @@ class Workers:
         # Callbacks of a broken pool schedule jobs in another thread.
         self._lock = threading.Lock()
         self.stopped = False
-        with _starting():
-            _context()
+        start_server()
 
     def schedule(
         self, function: Callable[..., Result], arguments: tuple[Any, ...], seconds: float
     ) -> Future[Result]:
         """Schedules a job with a time limit. The first job starts the processes."""
         with self._lock, _starting():
-            if self.stopped:
-                raise MachineError("the worker processes were stopped")
-            if self._pool is not None and not self._pool.active:
-                broken, self._pool = self._pool, None
-                threading.Thread(target=stop_pool, args=(broken,), daemon=True).start()
-            if self._pool is None:
-                self._pool = start_pool(self._count)
-            job: Future[Result] = self._pool.schedule(function, args=arguments, timeout=seconds)
+            job: Future[Result] = self._running().schedule(function, args=arguments, timeout=seconds)
         return job
+
+    def start(
+        self,
+        function: Callable[..., Any] | None = None,
+        arguments: tuple[Any, ...] = (),
+        seconds: float | None = None,
+    ) -> None:
+        """Starts the processes, and maybe a job without a result, in another thread.
+
+        An error here recurs when the next job is scheduled.
+        """
+
+        def begin() -> None:
+            with contextlib.suppress(MachineError), self._lock, _starting():
+                pool = self._running()
+                if function is not None:
+                    pool.schedule(function, args=arguments, timeout=seconds)
+
+        threading.Thread(target=begin).start()
+
+    def _running(self) -> ProcessPool:
+        """Returns the pool with running processes. The caller holds the lock."""
+        if self.stopped:
+            raise MachineError("the worker processes were stopped")
+        if self._pool is not None and not self._pool.active:
+            broken, self._pool = self._pool, None
+            threading.Thread(target=stop_pool, args=(broken,), daemon=True).start()
+        if self._pool is None:
+            self._pool = start_pool(self._count)
+        return self._pool
 
     def supervise(
         self,

@@ -35,9 +35,9 @@ ROUNDS = 21
 CLOSE = 1.03
 MORE_ROUNDS = 5
 MORE_MS = 3000.0
-# If the clock is held down, they are timed alone instead, for at most ALONE_SECONDS in total. So are launches
-# of LONG_MS or more, which reach the power limit in use. Launches longer than SUSTAINED_MS are not.
-ALONE_SECONDS = 15.0
+# If the clock is held down, they are timed alone instead. So are launches of LONG_MS or more, which reach the
+# power limit in use. Launches longer than SUSTAINED_MS are not. Both take at most CLOSEST_SECONDS in total.
+CLOSEST_SECONDS = 15.0
 LONG_MS = 1.0
 SUSTAINED_MS = 25.0
 # Unfused attention needs 2.5 times the memory of its scores, and some for the mask.
@@ -134,6 +134,7 @@ def run_finals(
     target: Target,
     device: torch.device,
     rounds: int = ROUNDS,
+    closest_seconds: float = CLOSEST_SECONDS,
 ) -> tuple[Measurement, ...]:
     """Times candidates and baselines interleaved on the same inputs, and the fastest candidates again.
 
@@ -147,7 +148,7 @@ def run_finals(
         tensors = make_tensors(problem, device, lse=specialization.lse)
         runs = [kernel_run(problem, candidate, specialization, target, tensors) for candidate in candidates]
         measured, peers = _with_peers(runs, list(peer_runs(problem, tensors)), device, rounds)
-        own = _time_closest(runs, measured, device, rounds)
+        own = _time_closest(runs, measured, device, rounds, closest_seconds)
         results = [msgspec.structs.replace(measurement, peers=peers) for measurement in own]
         if results and timed_ways(problem):
             fastest = min(own, key=lambda measurement: measurement.ms)
@@ -195,7 +196,7 @@ def _with_peers(
 
 
 def _time_closest(
-    runs: Sequence[Run], measured: Sequence[Measurement], device: torch.device, rounds: int
+    runs: Sequence[Run], measured: Sequence[Measurement], device: torch.device, rounds: int, seconds: float
 ) -> tuple[Measurement, ...]:
     """Times the fastest candidates with more samples, and scales their times to the clock of `measured`.
 
@@ -205,9 +206,9 @@ def _time_closest(
     close = [number for number, measurement in enumerate(measured) if measurement.ms <= CLOSE * fastest]
     is_limited = fastest >= LONG_MS or any(measurement.throttled for measurement in measured)
     if is_limited and fastest <= SUSTAINED_MS:
-        return _time_alone(runs, measured, close, device)
+        return _time_alone(runs, measured, close, device, seconds)
     before = sum(measured[number].ms for number in close)
-    more = min(MORE_ROUNDS * rounds, int(MORE_MS / before)) if before else 0
+    more = min(MORE_ROUNDS * rounds, int(min(MORE_MS, 1e3 * seconds) / before)) if before else 0
     if len(close) < 2 or more <= rounds:
         return tuple(measured)
     again = measure_interleaved([runs[number] for number in close], device, rounds=more)
@@ -215,7 +216,11 @@ def _time_closest(
 
 
 def _time_alone(
-    runs: Sequence[Run], measured: Sequence[Measurement], close: Sequence[int], device: torch.device
+    runs: Sequence[Run],
+    measured: Sequence[Measurement],
+    close: Sequence[int],
+    device: torch.device,
+    limit: float,
 ) -> tuple[Measurement, ...]:
     """Times candidates under sustained load, and scales their times to the clock of `measured`.
 
@@ -223,7 +228,7 @@ def _time_alone(
     """
     if len(close) < 2:
         return tuple(measured)
-    seconds = min(SUSTAINED_SECONDS, ALONE_SECONDS / (2 * len(close)))
+    seconds = min(SUSTAINED_SECONDS, limit / (2 * len(close)))
     again = measure_sustained([runs[number] for number in close], device, seconds=seconds)
     number, best = min(zip(close, again, strict=True), key=lambda pair: pair[1].ms)
     return _replaced(measured, close, again, measured[number].ms / best.ms)

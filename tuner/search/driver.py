@@ -10,11 +10,12 @@ from flashtune.core.record import Outcome, Provenance, Record
 from flashtune.db.eligibility import serves_any_tensors
 from flashtune.db.store import Store, StoredRecord
 from flashtune.dispatch.versions import current_versions
-from flashtune.tuner.candidates import Candidate, SearchTask, contiguous_specialization, open_spaces
+from flashtune.tuner.candidates import Candidate, SearchTask, contiguous_specialization, demand, open_spaces
 from flashtune.tuner.execution.backend import SearchWorkers, open_workers
 from flashtune.tuner.execution.evaluation import DeviceLostError
 from flashtune.tuner.perf_model.prediction import shipped_fit
-from flashtune.tuner.search.finals import prove_choice, run_finals, selected
+from flashtune.tuner.search.finals import COMPILED_AHEAD, prove_choice, run_finals, selected
+from flashtune.tuner.search.machine_code import store_machine_code
 from flashtune.tuner.search.pipeline import Pipeline
 from flashtune.tuner.search.policy import Policy, SearchContext, default_policy
 from flashtune.tuner.search.ranking import promising
@@ -39,13 +40,15 @@ def run_search(
     observer: Observer = lambda progress: None,
     equipment: SearchWorkers | None = None,
     policy: Policy = default_policy,
+    following: SearchRequest | None = None,
 ) -> SearchResult:
     """Searches kernels for one problem on one GPU, and stores every result at once.
 
     Stored results for the same problem, target, config and versions are reused. The same request therefore
     continues an interrupted search. The observer is called several times a second. Without `equipment`, the
-    search starts its own compiler and measurer. After Ctrl-C, it selects the best kernel so far and raises
-    `KeyboardInterrupt` again.
+    search starts its own compiler and measurer. The first candidates of `following`, the next search with the
+    same equipment, compile during the finals. After Ctrl-C, the search selects the best kernel so far and
+    raises `KeyboardInterrupt` again.
     """
     scope = search_scope(request)
     workers = contextlib.nullcontext(equipment) if equipment else open_workers(request.device, request.jobs)
@@ -55,8 +58,10 @@ def run_search(
         journal = TrialLog(store, scope, measures.provenance, retry_failed=request.retry_failed)
         reporter = _Reporter(request, journal, observer, lambda: clock.now() - started)
         reporter.report(Phase.STARTING)
-        experience = request.experience or WarmStart(warm_configs(known_winners(store), scope), shipped_fit())
+        experience = _experience(request, scope, store)
         enqueued = _promised(request, scope, experience)
+        for candidate in enqueued[:1]:
+            measures.warm_up(scope, candidate)
         context = SearchContext(
             scope, enqueued, journal.answers(), request.budget.trials, request.seed, experience.fit
         )
@@ -64,13 +69,18 @@ def run_search(
         try:
             stop = pipeline.run(request.budget, started, lambda: reporter.report(Phase.SEARCHING))
             reporter.report(Phase.FINALS)
-            run_finals(scope, journal, tools)
-            prove_choice(scope, journal, tools)
+            if following is not None:
+                _compile_ahead(following, store, tools)
+            run_finals(scope, journal, tools, request.budget)
+            prove_choice(scope, journal, tools, request.budget)
         except (KeyboardInterrupt, DeviceLostError, MachineError):
             # A verified and timed kernel can be selected without finals and schedule fuzzing.
             _pin(store, request, journal)
             raise
-    best, fallback, pinned = _pin(store, request, journal)
+        best, fallback, pinned = _pin(store, request, journal)
+        if pinned and measures.provenance is Provenance.MEASURED and request.target.is_nvidia:
+            rows = [row for row in dict.fromkeys((best, fallback)) if row is not None]
+            store_machine_code(scope, rows, tools, store)
     reporter.report(Phase.DONE)
     return SearchResult(
         problem=request.problem,
@@ -98,6 +108,19 @@ def search_scope(request: SearchRequest) -> SearchTask:
     assumed = contiguous_specialization(problem, lse=request.lse)
     scope = SearchTask(problem, request.target, assumed, spaces)
     return scope if request.families or request.spaces else promising(scope, shipped_fit())
+
+
+def _experience(request: SearchRequest, scope: SearchTask, store: Store) -> WarmStart:
+    return request.experience or WarmStart(warm_configs(known_winners(store), scope), shipped_fit())
+
+
+def _compile_ahead(request: SearchRequest, store: Store, tools: SearchWorkers) -> None:
+    """Starts compiling the first candidates of the next search into Triton's cache."""
+    scope = search_scope(request)
+    enqueued = _promised(request, scope, _experience(request, scope, store))
+    for candidate in enqueued[: max(0, tools.width - COMPILED_AHEAD)]:
+        if not demand(scope, candidate).excess:
+            tools.compiler.submit(scope, candidate)
 
 
 def _promised(request: SearchRequest, scope: SearchTask, experience: WarmStart) -> tuple[Candidate, ...]:

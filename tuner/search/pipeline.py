@@ -1,5 +1,6 @@
 """The pipeline of one search: many candidates compile while one is verified and measured."""
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -20,8 +21,6 @@ ON_DEVICE = 2
 READY = 6
 # Proposals between two checks of the budget: the model may prune many in a row.
 PROPOSALS_PER_CHECK = 64
-# Timing stops after a few samples if a launch takes this many times the best time.
-DROP_FACTOR = 2.0
 
 
 class Pipeline:
@@ -45,6 +44,8 @@ class Pipeline:
         self._ready: deque[tuple[Candidate, Compiled]] = deque()
         self._running: dict[Future[Evaluation], tuple[Candidate, Compiled]] = {}
         self._exhausted = False
+        self._stop: Stop | None = None
+        self._gain = math.inf
 
     def run(self, budget: Budget, started: float, beat: Callable[[], None]) -> Stop:
         """Runs until a budget is spent or every candidate was tried.
@@ -52,17 +53,18 @@ class Pipeline:
         `beat` is called when a job finished, and at regular intervals.
         """
         while True:
-            stop = self._reason_to_stop(budget, started)
-            if stop is not None and not (stop is Stop.SECONDS and self._owes()):
+            stop = self._stop = self._stop or self._reason_to_stop(budget, started)
+            if stop is not None and not (stop in (Stop.SECONDS, Stop.GAIN) and self._owes()):
                 self._drain()
                 return stop
             if stop is None:
                 self._fill(budget)
-            self._launch()
+            self._launch(budget.within)
             if not self._compiling and not self._running:
                 if self._exhausted:
                     return Stop.EXHAUSTED
                 continue
+            finished = len(self._journal.rows)
             pending: list[Future[Any]] = [*self._compiling, *self._running]
             self._clock.wait_for_any(pending)
             try:
@@ -70,6 +72,8 @@ class Pipeline:
             finally:
                 # Store finished evaluations even if compiling raised an error.
                 self._collect_evaluated()
+            if budget.gain is not None and len(self._journal.rows) != finished:
+                self._gain = self._proposer.expected_gain()
             beat()
 
     def _owes(self) -> bool:
@@ -90,6 +94,8 @@ class Pipeline:
             return Stop.TRIALS
         if budget.patience is not None and self._journal.best and self._journal.stale >= budget.patience:
             return Stop.PATIENCE
+        if budget.gain is not None and self._journal.best and self._gain < budget.gain:
+            return Stop.GAIN
         return None
 
     def _fill(self, budget: Budget) -> None:
@@ -111,12 +117,14 @@ class Pipeline:
             else:
                 self._compiling[self._compiler.submit(self._scope, candidate)] = candidate
 
-    def _launch(self) -> None:
-        """Submits compiled candidates to the GPU process."""
+    def _launch(self, within: float) -> None:
+        """Submits compiled candidates to the GPU process.
+
+        A candidate that cannot be a finalist is verified on small problems only, and its timing stops early.
+        """
         while self._ready and len(self._running) < ON_DEVICE:
             candidate, compiled = self._ready.popleft()
-            best = self._journal.best_ms
-            limit = DROP_FACTOR * best if best else None
+            limit = self._journal.limit_ms(candidate, within)
             job = self._measurer.evaluate(self._scope, candidate, compiled, limit)
             self._running[job] = candidate, compiled
 

@@ -1,6 +1,7 @@
 """The interface that proposes candidates to a search, and the default policy."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 import msgspec
@@ -28,6 +29,10 @@ class Strategy(Protocol):
         """Receives the result of an open candidate."""
         ...
 
+    def expected_gain(self) -> float:
+        """Returns by which fraction of its time the best may still improve; infinite if unknown."""
+        ...
+
 
 class SearchContext(msgspec.Struct, frozen=True):
     """The context of a search: its task, earlier results, budget and seed."""
@@ -46,9 +51,18 @@ Policy = Callable[[SearchContext], Strategy]
 
 
 def default_policy(context: SearchContext) -> DefaultStrategy:
-    """Returns the default proposer. It tries small spaces entirely, in the order of predicted times."""
-    ranked = rank(context.scope, context.seed, context.fit)
-    everything = tuple(entry.candidate for entry in ranked)
-    few = len(everything) <= ENUMERATED and (context.trials is None or len(everything) <= context.trials)
-    start = (*context.enqueued, *(everything if few else initial_design(ranked, NUM_STARTUP_TRIALS)))
-    return DefaultStrategy(context.scope, start, ranked, context.answers, context.seed)
+    """Returns the default proposer. It tries small spaces entirely, in the order of predicted times.
+
+    Candidates are ranked in a thread, while workers start and the enqueued candidates compile.
+    """
+    thread = ThreadPoolExecutor(1)
+    ranked = thread.submit(rank, context.scope, context.seed, context.fit).result
+    thread.shutdown(wait=False)
+
+    def start() -> Iterator[Candidate]:
+        yield from context.enqueued
+        everything = tuple(entry.candidate for entry in ranked())
+        few = len(everything) <= ENUMERATED and (context.trials is None or len(everything) <= context.trials)
+        yield from everything if few else initial_design(ranked(), NUM_STARTUP_TRIALS)
+
+    return DefaultStrategy(context.scope, start(), ranked, context.answers, context.seed)

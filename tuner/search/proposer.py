@@ -4,6 +4,7 @@ The sources are the surrogate's expected improvement, neighbours of the fastest 
 sampler. Neighbours differ from a config on one axis.
 """
 
+import functools
 import itertools
 import math
 import random
@@ -23,6 +24,8 @@ FAMILY_CHANCES = 4
 HOPELESS_FACTOR = 2.0
 # Number of the fastest candidates with neighbours to try, the fastest first.
 CENTRES = 3
+# The expected gain is unknown with fewer results.
+LEAST_RESULTS = 12
 
 
 class DefaultStrategy:
@@ -36,14 +39,13 @@ class DefaultStrategy:
         self,
         scope: SearchTask,
         start: Iterable[Candidate],
-        ranked: Sequence[Ranked],
+        ranked: Callable[[], Sequence[Ranked]],
         results: dict[Candidate, TrialResult],
         seed: int,
     ) -> None:
         self._scope = scope
         self._start = iter(start)
-        self._pool = CandidateGrid(scope, [entry.candidate for entry in ranked])
-        self._landscape = Surrogate(self._pool, [entry.predicted_ms for entry in ranked])
+        self._scored = functools.cache(lambda: _scored(scope, ranked()))
         self._study = Study(scope, tpe_sampler(seed))
         self._spaces = {entry.family.name: entry for entry in scope.spaces}
         self._answers: dict[Candidate, TrialResult] = {}
@@ -75,6 +77,34 @@ class DefaultStrategy:
         if answer.ms is not None:
             self._times[candidate.family].append(answer.ms)
         self._study.add(candidate, answer)
+
+    def expected_gain(self) -> float:
+        """Returns the largest calibrated expected improvement of the candidates without a result.
+
+        It is infinite with few results. Enqueued candidates outside the pool are not counted.
+        """
+        times = self._known()
+        if len(times) < LEAST_RESULTS or all(ms is None for ms in times.values()):
+            return math.inf
+        expected = self._landscape.expected_improvements(times, calibrated=True)
+        left = [place for place in range(len(expected)) if place not in times]
+        left = [place for place in left if not self._is_pruned(self._pool.candidates[place].family)]
+        return max(expected[left], default=0.0)
+
+    @property
+    def _pool(self) -> CandidateGrid:
+        return self._scored()[0]
+
+    @property
+    def _landscape(self) -> Surrogate:
+        return self._scored()[1]
+
+    def _known(self) -> dict[int, float | None]:
+        """Returns the times of the finished candidates of the pool by their index, None for failed ones."""
+        places = self._pool.places
+        return {
+            places[candidate]: answer.ms for candidate, answer in self._answers.items() if candidate in places
+        }
 
     def _opened(self, candidate: Candidate) -> Candidate:
         self._open.add(candidate)
@@ -118,9 +148,7 @@ class DefaultStrategy:
         free, places = self._free(), self._pool.places
         if not free.any():
             return None
-        times = {
-            places[candidate]: answer.ms for candidate, answer in self._answers.items() if candidate in places
-        }
+        times = self._known()
         if all(ms is None for ms in times.values()):
             return self._pool.candidates[int(free.argmax())]
         trying = [places[candidate] for candidate in self._open if candidate in places]
@@ -131,6 +159,12 @@ class DefaultStrategy:
         """Returns the suggestion of Optuna's sampler, or the new candidate nearest to it."""
         free = self._free()
         return self._pool.nearest(self._study.suggest(), free) if free.any() else None
+
+
+def _scored(scope: SearchTask, ranked: Sequence[Ranked]) -> tuple[CandidateGrid, Surrogate]:
+    """Returns the candidates and their surrogate."""
+    pool = CandidateGrid(scope, [entry.candidate for entry in ranked])
+    return pool, Surrogate(pool, [entry.predicted_ms for entry in ranked])
 
 
 def neighbours(space: Space, config: Config) -> Iterator[Config]:

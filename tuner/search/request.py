@@ -14,13 +14,44 @@ from flashtune.tuner.perf_model.prediction import Calibration
 
 
 class Budget(msgspec.Struct, frozen=True):
-    """When to stop. None disables a limit."""
+    """When to stop, and the extent of the final measurement. None disables a limit.
+
+    The default is that of a thorough search. `BUDGETS` has the budget of each effort.
+    """
 
     # Candidates that were compiled and ran or failed, those of earlier searches included.
     trials: int | None = 320
-    # Wall clock for one shape, the finals and the last verification not included.
+    # Wall clock for one shape. Starting the command, the finals and the last verification are not included.
     seconds: float | None = 60.0
     patience: int | None = 110  # Candidates in a row that did not improve on the best.
+    # The search stops if the surrogate expects no candidate to improve the time by this fraction.
+    gain: float | None = None
+    # Candidates in the final interleaved measurement. The number is large because first times are taken
+    # alone: the GPU is hotter when only fast kernels run, and the order within a few percent changes much.
+    finalists: int = 24
+    # Candidates slower than this many times the best are not finalists, and are not verified in full.
+    within: float = 1.15
+    # Limit of the time in which the closest finalists are measured once more, in seconds.
+    closest_seconds: float = 15.0
+
+
+class Effort(enum.StrEnum):
+    """How long a search looks for a faster kernel."""
+
+    QUICK = "quick"
+    DEFAULT = "default"
+    THOROUGH = "thorough"
+
+
+# Standard deviation of the natural logarithm of a measured time.
+NOISE = 0.005
+# A default search stops if the expected gain is less than the noise of one time. A quick search accepts a
+# loss of twice that. Their limits of seconds leave time for the finals: in all 15 s and 35 s are the aim.
+BUDGETS = {
+    Effort.QUICK: Budget(seconds=8.0, gain=2 * NOISE, finalists=8, within=1.08, closest_seconds=2.0),
+    Effort.DEFAULT: Budget(seconds=26.0, gain=NOISE, closest_seconds=5.0),
+    Effort.THOROUGH: Budget(),
+}
 
 
 class WarmStart(msgspec.Struct, frozen=True):
@@ -37,7 +68,7 @@ class SearchRequest(msgspec.Struct, frozen=True, kw_only=True):
     target: Target
     # Index of that GPU on this machine; None predicts times instead of measuring them.
     device: int | None = None
-    budget: Budget = Budget()  # When to stop.
+    budget: Budget = BUDGETS[Effort.DEFAULT]  # When to stop.
     # Names of the families to search; empty for all that compute the problem.
     families: tuple[str, ...] = ()
     seed: int = 0  # Seed of the sampler.
@@ -66,7 +97,8 @@ class Stop(enum.StrEnum):
     EXHAUSTED = "every candidate was tried"
     TRIALS = "the budget of trials is spent"
     SECONDS = "the budget of seconds is spent"
-    PATIENCE = "nothing better is expected"
+    PATIENCE = "nothing better was found for a while"
+    GAIN = "nothing better is expected"
 
 
 class Tally(msgspec.Struct, frozen=True):

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from flashtune.core.config import Axis
 from flashtune.tuner.candidates import Candidate, SearchTask
+from flashtune.tuner.search.request import NOISE
 
 Floats = NDArray[np.float64]
 
@@ -20,7 +21,6 @@ SHARED = 0.3  # of the offset that all candidates share
 TRUST = 0.5  # of the slope of times over predictions
 GRID = 0.15  # of the part that depends on the position on the grid
 FADING = 0.35  # decay rate of the covariance with the distance on the grid
-NOISE = 0.005  # of a measured time
 FAILED = 0.4  # added to the median logarithm for candidates that failed
 # The coordinate on axes of other families. It differs by a whole step from every other coordinate.
 ELSEWHERE = -1.0
@@ -92,31 +92,40 @@ class Surrogate:
         self._centred = self._prior - (self._prior.mean() if len(predicted_ms) else 0.0)
         self._rows: dict[int, Floats] = {}
 
-    def expected_improvements(self, measured: Mapping[int, float | None], trying: Sequence[int]) -> Floats:
+    def expected_improvements(
+        self, measured: Mapping[int, float | None], trying: Sequence[int] = (), *, calibrated: bool = False
+    ) -> Floats:
         """Returns the expected improvement of each candidate over the best, in logarithms of time.
 
         `measured` are times in ms by index in the pool; None if the candidate failed. At least one has a
         time. `trying` are indices of unfinished candidates, each of which counts with its expected time.
+
+        The hyperparameters suit all problems, so the process is too uncertain about most of them. With
+        `calibrated`, its standard deviations are multiplied by the factor that makes the measured times most
+        likely: the root mean square of their whitened differences from the prior.
         """
         logs = {index: math.log(ms) for index, ms in measured.items() if ms is not None}
         slow = float(np.median(list(logs.values()))) + FAILED
         values = {index: logs.get(index, slow) for index in measured}
         if trying:
-            mean, _, _ = self._mean(values)
+            mean, _, _, _ = self._mean(values)
             values = {**{index: float(mean[index]) for index in trying}, **values}
-        mean, lower, across = self._mean(values)
+        mean, lower, across, whitened = self._mean(values)
         deviation = self._deviation(lower, across)
+        if calibrated:
+            deviation = np.maximum(deviation * math.sqrt(float((whitened**2).mean())), NOISE)
         gain = min(logs.values()) - mean
         score = gain / deviation
         share = 0.5 * (1 + _ERF(score / math.sqrt(2)))
         improvement: Floats = gain * share + deviation * np.exp(-0.5 * score**2) / math.sqrt(2 * math.pi)
         return improvement
 
-    def _mean(self, values: Mapping[int, float]) -> tuple[Floats, Floats, Floats]:
+    def _mean(self, values: Mapping[int, float]) -> tuple[Floats, Floats, Floats, Floats]:
         """Computes the posterior mean of every candidate's logarithm, given those of some candidates.
 
         Returns:
-            The means; the Cholesky factor of the given candidates' covariances; their covariances with all.
+            The means; the Cholesky factor of the given candidates' covariances; their covariances with all;
+            the whitened differences of the given logarithms from the prior.
         """
         places = np.array(list(values))
         across = np.stack([self._covariances(index) for index in values])
@@ -124,9 +133,10 @@ class Surrogate:
         lower = np.linalg.cholesky(across[:, places] + noise).astype(np.float64)
         surprise = np.array(list(values.values())) - self._prior[places]
         level = float(np.median(surprise))
-        weights = np.linalg.solve(lower.T, np.linalg.solve(lower, surprise - level))
+        whitened = np.linalg.solve(lower, surprise - level)
+        weights = np.linalg.solve(lower.T, whitened)
         mean: Floats = self._prior + level + weights @ across
-        return mean, lower, across
+        return mean, lower, across, whitened
 
     def _deviation(self, lower: Floats, across: Floats) -> Floats:
         """Returns the posterior standard deviation of every candidate's logarithm."""

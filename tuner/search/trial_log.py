@@ -1,13 +1,16 @@
 """The trial log of one search: every finished candidate is stored as a record at once."""
 
+import math
 import re
 from collections import Counter
 
 import msgspec
 
 from flashtune.core.record import Outcome, Provenance, Record
+from flashtune.db.eligibility import ANY_TENSORS, serves_any_tensors
 from flashtune.db.store import Store, StoredRecord
 from flashtune.dispatch.versions import current_versions
+from flashtune.templates.registry import find_family
 from flashtune.tuner.candidates import Candidate, Demand, SearchTask, demand
 from flashtune.tuner.execution.compile_pool import Compiled
 from flashtune.tuner.execution.evaluation import Evaluation
@@ -17,6 +20,8 @@ from flashtune.tuner.search.selection import candidate_of, finalists, may_be_sel
 from flashtune.tuner.search.warm_start import finished
 
 MAX_REASONS = 4
+# A fallback takes at most this many times the best time.
+DROP_FACTOR = 2.0
 # A time above this many times the best does not reset the count of trials without improvement.
 WORTH_WAITING_FOR = 0.995
 
@@ -74,6 +79,20 @@ class TrialLog:
         """Returns the rows to select from: the finalists if any is eligible, else all rows."""
         timed = tuple(self.rows[candidate] for candidate in self.finalists)
         return timed if any(may_be_selected(row.record) for row in timed) else tuple(self.rows.values())
+
+    def limit_ms(self, candidate: Candidate, within: float) -> float | None:
+        """Returns the time above which a candidate cannot be a finalist; None if any time can be.
+
+        A fallback must serve tensors of any strides. Its families may be slower, so they have another limit.
+        """
+        if not self.best_ms:
+            return None
+        family = find_family(candidate.family)
+        if not family.can_address(self._scope.problem.dtype, ANY_TENSORS):
+            return within * self.best_ms
+        others = finalists(filter(serves_any_tensors, self.records()), 1, 1.0)
+        slowest = within * (others[0].ms or math.inf) if others else math.inf
+        return min(slowest, DROP_FACTOR * self.best_ms)
 
     def prune(self, candidate: Candidate, need: Demand) -> TrialResult:
         """Stores a candidate that the model rejected."""

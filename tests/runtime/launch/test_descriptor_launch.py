@@ -10,7 +10,7 @@ from flashtune.core.features.records import ExtraInputs
 from flashtune.launch import workspaces
 from flashtune.launch.launch import MIN_SCALE, launch_of
 from flashtune.launch.tensors import BackwardTensors, ForwardTensors
-from flashtune.launch.tma_descriptors import DescriptorArguments, typed
+from flashtune.launch.tma_descriptors import DescriptorArguments, makers_of, typed
 from flashtune.launch.workspaces import Memory, Workspaces
 from flashtune.request.quantization import E4M3
 from tests.emulator.tensor_maps import NOTES, Driver, Noted, a_tensor, found, pattern, queued
@@ -38,7 +38,7 @@ def keeping(kept: list[Tensor]) -> Callable[[tuple[int, ...], torch.device], Ten
 def test_descriptors_precede_other_arguments(gpu: Driver) -> None:
     q, k, v, out = (a_tensor() for _ in range(4))
     lse = torch.empty(2, 4, 128)
-    arguments = DescriptorArguments([[pattern(q)] for _ in range(4)], [NOTES] * 4)
+    arguments = DescriptorArguments(makers_of([[pattern(q)] for _ in range(4)], [NOTES] * 4))
     kernel = Noted()
     stages = queued((kernel, "described lse scale"))
     launch = launch_of(stages, FORWARD, CPU, described=DESCRIBED, arguments=arguments)
@@ -57,7 +57,7 @@ def test_epilogue_receives_the_workspaces_of_the_kernel(gpu: Driver) -> None:
     q, k, v, out = (a_tensor() for _ in range(4))
     lse, lengths = torch.empty(2, 4, 128), torch.zeros(2, dtype=torch.int32)
     # Tensors that are not passed as descriptors have none.
-    arguments = DescriptorArguments([[pattern(q)], [pattern(k)] * 2, [], []], [NOTES] * 3)
+    arguments = DescriptorArguments(makers_of([[pattern(q)], [pattern(k)] * 2, [], []], [NOTES] * 3))
     kernel, epilogue = Noted(), Noted()
     kept: list[Tensor] = []
     scratch = Workspaces({"partial_out": (3, 8, 64), "partial_lse": (3, 8)}, CPU, keeping(kept))
@@ -89,7 +89,7 @@ def test_quantised_launch_has_descriptors_of_the_prologue_output(gpu: Driver) ->
     assert transposed.dtype is E4M3
     assert transposed.shape == (2, 4, 64, 128)
     patterns = [[pattern(tensor)] for tensor in (q, k, transposed, out)]
-    arguments = DescriptorArguments(patterns, [NOTES] * 4)
+    arguments = DescriptorArguments(makers_of(patterns, [NOTES] * 4))
     kernel, prologue = Noted(), Noted()
     stages = queued((prologue, "v values"), (kernel, "described out q_scale k_scale v_scale scale"))
     scratch = Workspaces({"values": (2, 4, 64, 32)}, CPU, allocate)

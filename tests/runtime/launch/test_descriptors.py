@@ -12,6 +12,7 @@ from flashtune.core.errors import KernelError
 from flashtune.launch.tma_descriptors import (
     MAX_ADDRESSES,
     DescriptorArguments,
+    makers_of,
     without_making,
 )
 from tests.emulator.tensor_maps import NOTES, Driver, Map, a_tensor, found, pattern
@@ -20,7 +21,7 @@ from tests.emulator.tensor_maps import NOTES, Driver, Map, a_tensor, found, patt
 def test_arguments_come_in_order_of_tensors_and_their_tiles(gpu: Driver) -> None:
     q, k = a_tensor(), a_tensor(2, 2, 256, 96)
     notes = [{**NOTES, "block_size": [number]} for number in range(3)]
-    arguments = DescriptorArguments([[pattern(q), pattern(q, 32)], [pattern(k)]], notes)
+    arguments = DescriptorArguments(makers_of([[pattern(q), pattern(q, 32)], [pattern(k)]], notes))
     values = found(arguments, q, k)
     maps = [
         Map(tensor.data_ptr(), [number], [*tensor.shape], [*tensor.stride()])
@@ -37,7 +38,7 @@ def test_arguments_come_in_order_of_tensors_and_their_tiles(gpu: Driver) -> None
 
 def test_descriptors_are_created_once_per_address(gpu: Driver) -> None:
     first, second = a_tensor(), a_tensor()
-    arguments = DescriptorArguments([[pattern(first)], [pattern(first)]], [NOTES, NOTES])
+    arguments = DescriptorArguments(makers_of([[pattern(first)], [pattern(first)]], [NOTES, NOTES]))
     once = found(arguments, first, second)
     assert len(gpu.filled) == 2
     for _ in range(3):
@@ -53,7 +54,7 @@ def test_thread_has_a_context_before_its_first_descriptor(
     gpu: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = a_tensor(), a_tensor()
-    arguments = DescriptorArguments([[pattern(first)]], [NOTES])
+    arguments = DescriptorArguments(makers_of([[pattern(first)]], [NOTES]))
     launched: list[int] = []
     monkeypatch.setattr(torch, "zeros", lambda *_, **__: launched.append(len(gpu.filled)))
 
@@ -73,7 +74,7 @@ def test_thread_has_a_context_before_its_first_descriptor(
 def test_only_tensor_addresses_are_read(gpu: Driver) -> None:
     base = torch.empty(2, 128, 4, 96, dtype=torch.bfloat16)
     view = base.transpose(1, 2)
-    arguments = DescriptorArguments([[pattern(view)]], [NOTES])
+    arguments = DescriptorArguments(makers_of([[pattern(view)]], [NOTES]))
     of_view = found(arguments, view)
     assert found(arguments, base) == of_view
     assert found(arguments, view.detach()) == of_view
@@ -86,7 +87,7 @@ def test_only_tensor_addresses_are_read(gpu: Driver) -> None:
 
 def test_descriptor_cache_is_cleared_when_full(gpu: Driver) -> None:
     room = torch.empty(MAX_ADDRESSES + 2, 1, 1, 64, 64, dtype=torch.bfloat16)
-    arguments = DescriptorArguments([[pattern(room[0])]], [NOTES])
+    arguments = DescriptorArguments(makers_of([[pattern(room[0])]], [NOTES]))
     for tensor in room[:MAX_ADDRESSES]:
         found(arguments, tensor)
     found(arguments, room[0])
@@ -100,7 +101,7 @@ def test_descriptor_cache_is_cleared_when_full(gpu: Driver) -> None:
 
 def test_unaligned_address_is_refused(gpu: Driver) -> None:
     tensor = a_tensor()
-    arguments = DescriptorArguments([[pattern(tensor)]], [NOTES])
+    arguments = DescriptorArguments(makers_of([[pattern(tensor)]], [NOTES]))
     off = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)[1:].view(tensor.shape)
     with pytest.raises(AssertionError, match="16-byte aligned"):
         found(arguments, off)
@@ -145,4 +146,4 @@ def test_unsupported_triton_is_reported_before_the_first_call(
 ) -> None:
     monkeypatch.delattr("triton.backends.nvidia.driver.make_tensordesc_arg", raising=False)
     with pytest.raises(KernelError, match=r"install one from 3\.6 to 3\.9"):
-        DescriptorArguments([[pattern(a_tensor())]], [NOTES])
+        DescriptorArguments(makers_of([[pattern(a_tensor())]], [NOTES]))

@@ -89,7 +89,7 @@ class Finals:
 
     def measure_sustained(self, runs: list[Any], _: object, *, seconds: float) -> tuple[Measurement, ...]:
         assert self.throttled or self.alone
-        assert seconds == min(0.6, timed_runs.ALONE_SECONDS / (2 * len(runs)))
+        assert seconds == min(0.6, timed_runs.CLOSEST_SECONDS / (2 * len(runs)))
         self.asked.append((len(runs), SUSTAINED_SAMPLES))
         return tuple(Measurement(ms, ms, ms, SUSTAINED_SAMPLES) for ms in self.again)
 

@@ -8,8 +8,7 @@ from flashtune.core.record import Outcome, Verdict
 from flashtune.db.store import Store, open_store
 from flashtune.tuner.candidates import Candidate
 from flashtune.tuner.execution.evaluation import Evaluation
-from flashtune.tuner.search import finals
-from flashtune.tuner.search.request import Phase, Progress
+from flashtune.tuner.search.request import Budget, Phase, Progress
 from flashtune.verification.schedule_fuzzing import DELAYS
 from tests.tuner.search.fakes import FakeMeasurer, by_tile, done, right
 from tests.tuner.search.small_search import SIZE, search
@@ -20,6 +19,7 @@ FAILURES = (
     Evaluation(Outcome.WRONG_RESULT, RACY, message=RACY.failed),
     Evaluation(Outcome.TIMEOUT, message="running did not end within its time limit"),
 )
+TWO_FINALISTS = Budget(100, None, None, finalists=2)
 
 
 def _right_when_late(candidate: Candidate) -> Evaluation:
@@ -94,19 +94,12 @@ def test_nothing_is_selected_if_all_fail_with_delays(store: Store) -> None:
     assert store.selections() == []
 
 
-@pytest.fixture
-def two_finalists(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(finals, "FINALISTS", 2)
-
-
-def test_next_candidates_follow_if_all_finalists_fail(
-    store: Store, ranked: list[Candidate], two_finalists: None
-) -> None:
+def test_next_candidates_follow_if_all_finalists_fail(store: Store, ranked: list[Candidate]) -> None:
     wrong = ranked[:4]
     measurer = FakeMeasurer(
         by_tile, lambda candidate: FAILURES[0] if candidate in wrong else _right_when_late(candidate)
     )
-    result = search(store, measurer)
+    result = search(store, measurer, budget=TWO_FINALISTS)
     assert result.best is not None
     assert result.best.config == ranked[4].config
     assert result.best.measurement is not None
@@ -116,7 +109,7 @@ def test_next_candidates_follow_if_all_finalists_fail(
 @pytest.mark.slow
 @pytest.mark.parametrize("failing", [1, 2, 3])
 def test_interrupt_during_delays_selects_among_the_finalists(
-    store: Store, ranked: list[Candidate], two_finalists: None, failing: int
+    store: Store, ranked: list[Candidate], failing: int
 ) -> None:
     def interrupted(candidate: Candidate) -> Evaluation:
         if candidate in ranked[:failing]:
@@ -125,7 +118,7 @@ def test_interrupt_during_delays_selects_among_the_finalists(
 
     measurer = FakeMeasurer(by_tile, interrupted)
     with pytest.raises(KeyboardInterrupt):
-        search(store, measurer)
+        search(store, measurer, budget=TWO_FINALISTS)
     (pinned,) = store.selections()
     assert pinned.record.config == ranked[failing].config
     assert pinned.record.measurement is not None
@@ -153,7 +146,7 @@ def test_winner_is_verified_with_delays_without_final_measurement(
     measurer = FakeMeasurer(
         by_tile, lambda candidate: FAILURES[0] if candidate == first else _right_when_late(candidate)
     )
-    measurer.finals = lambda scope, candidates: done(())  # type: ignore[method-assign]
+    measurer.finals = lambda *_: done(())  # type: ignore[method-assign]
     result = search(store, measurer)
     assert measurer.delayed == [first, second]
     assert result.best is not None

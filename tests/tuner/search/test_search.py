@@ -12,7 +12,6 @@ from flashtune.db.store import Store, open_store
 from flashtune.tuner.candidates import Candidate
 from flashtune.tuner.execution.compile_pool import Compiled
 from flashtune.tuner.execution.evaluation import Evaluation, Predictor, lost_device
-from flashtune.tuner.search.finals import FINALISTS
 from flashtune.tuner.search.request import Budget, Phase, Progress, Stop
 from tests.tuner.search.fakes import (
     KERNEL,
@@ -57,7 +56,7 @@ def test_final_measurement_times_the_best_and_baselines_in_one_run(store: Store)
     measurer = FakeMeasurer(by_tile)
     result = search(store, measurer)
     (entrants,) = measurer.entrants
-    assert 1 < len(entrants) <= FINALISTS
+    assert 1 < len(entrants) <= Budget().finalists
     assert result.best is not None
     assert result.best.measurement is not None
     assert result.best.measurement.samples == 21
@@ -66,12 +65,12 @@ def test_final_measurement_times_the_best_and_baselines_in_one_run(store: Store)
     assert len(store.records()) == SIZE + len(entrants)
 
 
-def test_launches_slower_than_twice_the_best_are_stopped_early(store: Store) -> None:
+def test_candidates_that_cannot_be_finalists_are_verified_and_timed_less(store: Store) -> None:
     measurer = FakeMeasurer(by_tile)
     search(store, measurer)
     assert measurer.limits[0] is None
     best = min(by_tile(candidate).measurement.ms for candidate in measurer.seen)  # type: ignore[union-attr]
-    assert measurer.limits[-1] == pytest.approx(2 * best)
+    assert measurer.limits[-1] == pytest.approx(Budget().within * best)
 
 
 def test_failures_are_recorded_and_the_search_continues(store: Store) -> None:

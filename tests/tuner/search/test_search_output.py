@@ -203,7 +203,7 @@ def test_interrupt_prints_the_best_so_far_and_the_resume_command(
     monkeypatch.chdir(tmp_path)
 
     def interrupted(
-        request: SearchRequest, store: Store, observer: Observer, equipment: SearchWorkers
+        request: SearchRequest, store: Store, observer: Observer, equipment: SearchWorkers, **_: object
     ) -> None:
         observer(some_progress(problem=request.problem, best=result.best))
         raise KeyboardInterrupt

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+import itertools
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
+import msgspec
 
 from flashtune.core.errors import KernelError, UsageError
 from flashtune.tuner.cli.command import flashtune_command
@@ -41,6 +44,21 @@ if TYPE_CHECKING:
     from flashtune.tuner.search.request import Observer, Progress, SearchRequest, SearchResult
 
 DEFAULT_TOP = 20
+EFFORTS = ("quick", "default", "thorough")
+
+
+def with_workers_ahead(command: Callable[..., None]) -> Callable[..., None]:
+    """Starts the server of worker processes before the other options are read, which takes seconds."""
+
+    @functools.wraps(command)
+    def wrapped(**arguments: Any) -> None:
+        if not arguments["dry_run"]:
+            from flashtune.tuner.execution.processes import start_server
+
+            start_server()
+        command(**arguments)
+
+    return wrapped
 
 
 @flashtune_command(
@@ -50,6 +68,7 @@ DEFAULT_TOP = 20
     "flashtune search --target h100 --model llama-3.1-8b --seconds 30",
     "flashtune search --from calls.jsonl --top 10",
 )
+@with_workers_ahead
 @problem_options(recorded_file="--from")
 @file_option(
     "from",
@@ -64,6 +83,14 @@ DEFAULT_TOP = 20
     help=f"Number of shapes of --from. Default: {DEFAULT_TOP}.",
 )
 @target_options
+@click.option(
+    "--effort",
+    type=click.Choice(EFFORTS),
+    default="default",
+    show_default=True,
+    help="How long to look for a faster kernel. quick and default stop if none is expected to be faster by "
+    "more than about the noise of timing, thorough after many candidates without one.",
+)
 @click.option(
     "--trials",
     type=click.IntRange(min=1),
@@ -90,6 +117,13 @@ DEFAULT_TOP = 20
     help="Try failed candidates of earlier searches again, except those that do not fit the GPU.",
 )
 @click.option(
+    "--repeat",
+    type=click.IntRange(min=2),
+    metavar="N",
+    help="Search each shape N times from an empty database, and print how many picks differ and what each "
+    "costs in one common run. Nothing is stored.",
+)
+@click.option(
     "--dry-run",
     is_flag=True,
     help="Print the planned searches and their approximate duration, then exit.",
@@ -103,12 +137,14 @@ def command(
     top: int | None,
     target: Target,
     device: int | None,
+    effort: str,
     trials: int | None,
     seconds: float | None,
     families: tuple[str, ...],
     seed: int,
     jobs: int | None,
     retry_failed: bool,
+    repeat: int | None,
     dry_run: bool,
     db: str | None,
     as_json: bool,
@@ -119,19 +155,21 @@ def command(
     measured and stored. The best ones are then timed again, interleaved with SDPA's backends, and one is
     selected. With --target, kernels are compiled for that GPU and their times are predicted.
 
-    By default a shape takes about a minute. --trials or --seconds replaces this limit; with both, the first
-    one reached ends the search. Ctrl-C prints the best result so far and the command that resumes the
-    search.
+    A shape takes at most about 15 s with --effort quick, 35 s by default and 75 s with --effort thorough.
+    --trials or --seconds replaces the limits; with both, the first one reached ends the search. Ctrl-C
+    prints the best result so far and the command that resumes the search.
     """
-    from flashtune.tuner.search.request import Budget, SearchRequest
+    from flashtune.tuner.search.request import BUDGETS, Effort, SearchRequest
     from flashtune.tuner.workloads.models import saving_lse, training_passes
 
     problems = _with_recorded(problems, recorded_file, top, target)
     if click.get_current_context().params["phase"] == Phase.TRAINING:
         # Recorded calls contain only the forward pass.
         problems = training_passes(problems)
-    is_limited = trials is not None or seconds is not None
-    budget = Budget(trials, seconds, None) if is_limited else Budget()
+    budget = BUDGETS[Effort(effort)]
+    if trials is not None or seconds is not None:
+        limits = {"trials": trials, "seconds": seconds, "patience": None, "gain": None}
+        budget = msgspec.structs.replace(budget, **limits)
     trained = saving_lse(problems)
     requests = tuple(
         SearchRequest(
@@ -150,10 +188,33 @@ def command(
     if dry_run:
         print_expected(expected_of(requests, db), as_json)
         return
+    if repeat is not None:
+        _repeat(requests, repeat, as_json)
+        return
     results = _search(requests, db, as_json)
     if as_json:
         print_json(results)
     _refuse_failures(results)
+
+
+def _repeat(requests: tuple[SearchRequest, ...], times: int, as_json: bool) -> None:
+    """Searches each shape several times, and prints the picks."""
+    from rich.console import Console
+
+    from flashtune.tuner.execution.backend import open_workers
+    from flashtune.tuner.search.progress import Place
+    from flashtune.tuner.search.repeat import repeat_lines, repeat_search
+
+    console, progress = Console(stderr=True), Place(len(requests))
+    repeats = []
+    with open_workers(requests[0].device, requests[0].jobs) as equipment:
+        for request in requests:
+            with observed(console, progress, []) as observer:
+                repeats.append(repeat_search(request, times, observer, equipment))
+    if as_json:
+        print_json(repeats)
+    else:
+        click.echo("\n".join(repeat_lines(tuple(repeats))))
 
 
 def _search(requests: tuple[SearchRequest, ...], db: str | None, as_json: bool) -> list[SearchResult]:
@@ -180,9 +241,9 @@ def _search(requests: tuple[SearchRequest, ...], db: str | None, as_json: bool) 
     latest: list[Progress] = []
     with open_store(db) as store, open_workers(requests[0].device, requests[0].jobs) as equipment:
         try:
-            for request in requests:
+            for request, following in itertools.zip_longest(requests, requests[1:]):
                 with observed(console, progress, latest) as observer:
-                    results.append(run_search(request, store, observer, equipment))
+                    results.append(run_search(request, store, observer, equipment, following=following))
                 if not as_json:
                     click.echo("\n".join(summary_lines(results[-1], database, db, width)))
         except KeyboardInterrupt:

@@ -12,6 +12,7 @@ from optuna.trial import FrozenTrial, TrialState
 from benchmarks.exhaustive.fitting import NOTHING
 from benchmarks.exhaustive.truth_table import TruthTable, read_tables
 from benchmarks.search_replay.baselines import POLICIES
+from benchmarks.search_replay.efforts import answered
 from benchmarks.search_replay.replays import experience_without, portfolio, replayed
 from flashtune.core.config import Space
 from flashtune.core.kernel import Specialization
@@ -25,6 +26,7 @@ from flashtune.tuner.search.optuna_study import TrialResult
 from flashtune.tuner.search.policy import SearchContext
 from flashtune.tuner.search.proposer import FAMILY_CHANCES, DefaultStrategy, neighbours
 from flashtune.tuner.search.ranking import rank, varied
+from flashtune.tuner.search.request import BUDGETS, Effort
 from flashtune.tuner.search.surrogate import CandidateGrid, Surrogate
 from flashtune.tuner.search.warm_start import OTHER_FEATURE, remoteness
 from tests.support.records import shipped_table_of
@@ -34,7 +36,7 @@ PORTABLE = ("forward_kv_outer", "forward_q_outer")
 
 
 def proposer_of(scope: SearchTask, start: tuple[Candidate, ...] = ()) -> DefaultStrategy:
-    return DefaultStrategy(scope, start, alike(scope), {}, seed=0)
+    return DefaultStrategy(scope, start, lambda: alike(scope), {}, seed=0)
 
 
 def trials_of(proposer: DefaultStrategy) -> list[FrozenTrial]:
@@ -61,7 +63,7 @@ def test_enqueued_trials_come_first_in_order(scope: SearchTask) -> None:
 
 def test_known_results_are_told_to_the_sampler_and_not_proposed(scope: SearchTask) -> None:
     results = {candidate: TrialResult(ms_of(candidate)) for candidate in list(scope.candidates())[:-1]}
-    proposer = DefaultStrategy(scope, (), alike(scope), results, seed=0)
+    proposer = DefaultStrategy(scope, (), lambda: alike(scope), results, seed=0)
     assert len(trials_of(proposer)) == len(results)
     assert proposer.ask() == list(scope.candidates())[-1]
     assert proposer.ask() is None
@@ -142,7 +144,7 @@ def test_neighbours_differ_on_one_axis_by_a_step() -> None:
 
 def test_neighbours_of_the_fastest_are_proposed_soon(scope: SearchTask) -> None:
     best = Candidate(FAMILY, a_config(block_m=128, num_warps=4))
-    proposer = DefaultStrategy(scope, (best,), alike(scope), {}, seed=0)
+    proposer = DefaultStrategy(scope, (best,), lambda: alike(scope), {}, seed=0)
     assert proposer.ask() == best
     proposer.tell(best, TrialResult(0.5))
     beside = {Candidate(FAMILY, near) for near in neighbours(scope.spaces[0].space, best.config)}
@@ -224,6 +226,17 @@ def test_experience_excludes_the_evaluated_problem() -> None:
 def test_default_strategy_finds_held_out_optima(table: TruthTable, empty: Path) -> None:
     experience = experience_without(table, TABLES)
     assert replayed(table, experience, "default", 0, empty) >= 0.97
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("effort", "least", "most"), [(Effort.QUICK, 0.93, 40), (Effort.DEFAULT, 0.96, 100)])
+def test_efforts_stop_early_near_the_best(effort: Effort, least: float, most: int, empty: Path) -> None:
+    for table in TABLES[::3]:
+        experience = experience_without(table, TABLES)
+        for start in (experience, msgspec.structs.replace(experience, warm=())):
+            answer = answered(table, start, BUDGETS[effort], 0, empty, 3.0)
+            assert answer.share >= least
+            assert answer.tried < most
 
 
 @pytest.mark.slow

@@ -16,8 +16,8 @@ from flashtune.db.store import Store
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from flashtune.tuner.candidates import Candidate, SearchTask
-from flashtune.tuner.execution import gpu_jobs, processes
-from flashtune.tuner.execution.compile_pool import Compiled, CompilePool, compile_candidate
+from flashtune.tuner.execution import compile_pool, processes
+from flashtune.tuner.execution.compile_pool import Compiled, CompilePool, build_late, compile_candidate
 from flashtune.tuner.execution.gpu_jobs import evaluate_candidate, prepare
 from flashtune.tuner.execution.gpu_worker import GpuWorker
 from flashtune.tuner.execution.machine_probe import Probe, fault_of, look_for_fault, start_probe
@@ -182,8 +182,8 @@ def test_kernels_that_can_be_launched_with_delays(
         seen.append(kernel)
         return Compiled(outcome)
 
-    monkeypatch.setattr(gpu_jobs, "compile_kernel", compiled)
+    monkeypatch.setattr(compile_pool, "compile_kernel", compiled)
     candidate = default(family)
-    assert gpu_jobs.build_late(PROBLEM, candidate, ASSUMED, H200) == judged
+    assert build_late(PROBLEM, candidate, ASSUMED, H200) == judged
     late = delayed(render(find_family(family), PROBLEM, candidate.config, ASSUMED))
     assert seen == ([] if late is None else [late])

@@ -19,10 +19,9 @@ from flashtune.core.errors import MachineError
 from flashtune.core.record import Outcome
 from flashtune.tuner.candidates import Candidate, SearchTask
 from flashtune.tuner.execution import processes
-from flashtune.tuner.execution.compile_pool import Compiled, CompilePool, compile_candidate
+from flashtune.tuner.execution.compile_pool import Compiled, CompilePool, build_late, compile_candidate
 from flashtune.tuner.execution.evaluation import DeviceLostError
 from flashtune.tuner.execution.gpu_jobs import (
-    build_late,
     evaluate_candidate,
     evaluate_late,
     prepare,

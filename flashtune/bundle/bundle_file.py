@@ -1,0 +1,292 @@
+"""The file of a bundle.
+
+    offset  bytes
+    0       8     the text FTBUNDLE
+    8       4     version of the format
+    12      8     size of the index
+    20      32    SHA-256 of the index
+    52            the index: JSON, compressed by zlib
+                  frames, each compressed by LZMA: an entry as JSON, or machine code of some kernels
+
+Numbers are little-endian. Offsets of frames count from the end of the index. A reader takes the
+index, and then one frame at a time. Two builds of the same kernels give the same bytes.
+"""
+
+import contextlib
+import hashlib
+import lzma
+import os
+import stat
+import struct
+import weakref
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from flashtune.bundle.cubin import machine_digest
+from flashtune.bundle.program import check_entry
+from flashtune.bundle.records import Entry, Receipt, Sha256
+from flashtune.core.errors import BundleError
+from flashtune.core.files import is_own
+from flashtune.core.record import Digest, ShortText
+from flashtune.core.target import ArchName
+
+MAGIC = b"FTBUNDLE"
+VERSION = 1
+HEAD = struct.Struct("<8sIQ32s")
+MAX_INDEX_BYTES = 64 * 1024 * 1024
+MAX_ENTRY_BYTES = 1024 * 1024
+MAX_CODE_BYTES = 32 * 1024 * 1024
+# Similar machine code shares a frame, which halves the size of a bundle. A frame of this size is full.
+GROUP_BYTES = 2 * 1024 * 1024
+# Without a checksum: frames have SHA-256.
+COMPRESSION = {"format": lzma.FORMAT_ALONE, "preset": 6 | lzma.PRESET_EXTREME}
+AGAIN = "build or download it again"
+
+Position = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
+
+
+class Frame(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Compressed bytes of a file."""
+
+    offset: Position
+    size: Position
+    full_size: Position  # The number of decompressed bytes.
+    sha256: Sha256  # Of the decompressed bytes.
+
+
+class Piece(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Machine code in a frame."""
+
+    group: Position  # The frame's position in `Index.groups`.
+    offset: Position  # Of the decompressed bytes.
+    size: Position
+
+
+class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The contents of a bundle."""
+
+    arch: ArchName  # The architecture of all machine code.
+    flashtune: ShortText  # The version that wrote the bundle.
+    size: Position  # The number of bytes of all frames.
+    entries: dict[Digest, Frame]  # By the digest of the kernel.
+    groups: tuple[Frame, ...]  # Frames of machine code.
+    codes: dict[Sha256, Piece]  # Machine code by its SHA-256.
+    recipes: dict[Digest, Digest]  # Digests of kernels by the hashes of `recipe_of`.
+
+
+class Bundle:
+    """An open bundle. Entries and machine code are read when they are used."""
+
+    def __init__(self, read: Callable[[int, int], bytes], length: int, where: str) -> None:
+        """Reads the index. `read` returns a number of bytes from an offset of `length` bytes.
+
+        Raises:
+            BundleError: It is no bundle of this format, or it is damaged.
+        """
+        self.where = where
+        self._read_bytes = read
+        head = read(0, HEAD.size)
+        if len(head) < HEAD.size or not head.startswith(MAGIC):
+            raise BundleError(f"{where} is not a bundle of kernels: {AGAIN}")
+        _, version, size, digest = HEAD.unpack(head)
+        if version != VERSION:
+            raise BundleError(
+                f"{where} has format {version} and this flashtune reads {VERSION}: use a matching bundle"
+            )
+        self._frames = HEAD.size + size
+        raw = read(HEAD.size, size) if self._frames <= length and size <= MAX_INDEX_BYTES else b""
+        if hashlib.sha256(raw).digest() != digest:
+            raise self._damaged("its index is incomplete or changed")
+        try:
+            unpacked = zlib.decompressobj().decompress(raw, MAX_INDEX_BYTES)
+            self.index = msgspec.json.decode(unpacked, type=Index)
+        except (zlib.error, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise self._damaged("its index cannot be read") from error
+        if length != self._frames + self.index.size:
+            raise self._damaged("it is truncated, or bytes were added")
+
+    def _damaged(self, reason: str) -> BundleError:
+        return BundleError(f"the bundle {self.where} is damaged ({reason}): {AGAIN}")
+
+    def entry(self, kernel: str) -> Entry | None:
+        """Returns the entry of a kernel by the kernel's digest, None without one."""
+        frame = self.index.entries.get(kernel)
+        if frame is None:
+            return None
+        raw = self._read(frame, frame.full_size, MAX_ENTRY_BYTES)
+        self._check(raw, frame.sha256)
+        try:
+            entry = msgspec.json.decode(raw, type=Entry)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise self._damaged("an entry cannot be read") from error
+        if entry.kernel != kernel:
+            raise self._damaged("an entry has the place of another")
+        return check_entry(entry)
+
+    def entry_of_recipe(self, recipe: str) -> Entry | None:
+        """Returns the entry of the kernel that is rendered from some values, None without one."""
+        kernel = self.index.recipes.get(recipe)
+        return None if kernel is None else self.entry(kernel)
+
+    def code(self, sha256: str) -> bytes:
+        """Returns machine code."""
+        piece = self.index.codes.get(sha256)
+        if piece is None or piece.group >= len(self.index.groups):
+            raise self._damaged("machine code is missing")
+        content = self._read(self.index.groups[piece.group], piece.offset + piece.size, MAX_CODE_BYTES)
+        return self._check(content[piece.offset :], sha256)
+
+    def _check(self, content: bytes, sha256: str) -> bytes:
+        if hashlib.sha256(content).hexdigest() != sha256:
+            raise self._damaged("a part of it does not match its checksum")
+        return content
+
+    def _read(self, frame: Frame, size: int, limit: int) -> bytes:
+        """Returns the first decompressed bytes of a frame."""
+        if size > limit or frame.offset + frame.size > self.index.size:
+            raise self._damaged("a part of it is outside of the file")
+        try:
+            packed = self.packed(frame)
+            decompressor = lzma.LZMADecompressor(lzma.FORMAT_ALONE, memlimit=2 * MAX_CODE_BYTES)
+            return decompressor.decompress(packed, size)
+        except (OSError, lzma.LZMAError, EOFError) as error:
+            raise self._damaged("a part of it cannot be read") from error
+
+    def packed(self, frame: Frame) -> bytes:
+        """Returns the compressed bytes of a frame, without a check."""
+        return self._read_bytes(self._frames + frame.offset, frame.size)
+
+    def check_all(self) -> None:
+        """Reads everything, and checks that the digests of machine code are those of the entries."""
+        for kernel in self.index.entries:
+            entry = self.entry(kernel)
+            assert entry is not None
+            for stage in entry.stages:
+                if machine_digest(self.code(stage.code), stage.function) != stage.machine:
+                    raise self._damaged("a digest is not that of its machine code")
+
+
+def open_bundle(path: Path, *, own: bool = False) -> Bundle:
+    """Returns the bundle of a file, whose parts are read and checked when they are used.
+
+    The file stays open, so that another process may replace it. With `own`, a file that another user can
+    have written is refused.
+    """
+    try:
+        with contextlib.ExitStack() as stack:
+            # A pipe is opened at once.
+            number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            stack.callback(os.close, number)
+            status = os.fstat(number)
+            if not stat.S_ISREG(status.st_mode):
+                raise BundleError(f"the bundle {path} is a folder, pipe or device: name a regular file")
+            if own and not is_own(status):
+                raise BundleError(f"another user can have written the bundle {path}: remove it")
+            # Threads share the file, and `pread` does not move its position.
+            bundle = Bundle(lambda offset, size: os.pread(number, size, offset), status.st_size, str(path))
+            weakref.finalize(bundle, stack.pop_all().close)
+            return bundle
+    except OSError as error:
+        raise BundleError(f"cannot read the bundle {path}: {error.strerror}") from error
+
+
+def bundle_of(content: bytes, where: str) -> Bundle:
+    """Returns the bundle in a file's bytes. `where` names it in errors."""
+    return Bundle(lambda offset, size: content[offset : offset + size], len(content), where)
+
+
+def dump_bundle(arch: str, version: str, entries: Iterable[Entry], codes: Mapping[str, bytes]) -> bytes:
+    """Returns a bundle as a file's bytes, the same for every order of entries.
+
+    Args:
+        arch: The architecture of all machine code.
+        version: The version of flashtune.
+        entries: The entries, one for each kernel.
+        codes: Their machine code by SHA-256. Code that no entry uses is left out.
+    """
+    by_kernel = {entry.kernel: check_entry(entry) for entry in entries}
+    frames: list[bytes] = []
+    offset = 0
+
+    def frame(content: bytes) -> Frame:
+        nonlocal offset
+        packed = lzma.compress(content, **COMPRESSION)  # type: ignore[arg-type]
+        placed = Frame(offset, len(packed), len(content), hashlib.sha256(content).hexdigest())
+        frames.append(packed)
+        offset += len(packed)
+        return placed
+
+    listed = {kernel: frame(msgspec.json.encode(entry)) for kernel, entry in sorted(by_kernel.items())}
+    groups, pieces = [], {}
+    for number, group in enumerate(_groups(by_kernel.values(), codes)):
+        groups.append(frame(b"".join(codes[sha256] for sha256 in group)))
+        start = 0
+        for sha256 in group:
+            pieces[sha256] = Piece(number, start, len(codes[sha256]))
+            start += len(codes[sha256])
+    recipes = {recipe: kernel for kernel, entry in sorted(by_kernel.items()) for recipe in entry.recipes}
+    found, shared = dict(sorted(recipes.items())), dict(sorted(pieces.items()))
+    return assembled(Index(arch, version, offset, listed, tuple(groups), shared, found), frames)
+
+
+def assembled(index: Index, frames: Iterable[bytes]) -> bytes:
+    """Returns the bytes of a file with an index and compressed frames."""
+    raw = zlib.compress(msgspec.json.encode(index), 9)
+    head = HEAD.pack(MAGIC, VERSION, len(raw), hashlib.sha256(raw).digest())
+    return b"".join((head, raw, *frames))
+
+
+def _groups(entries: Iterable[Entry], codes: Mapping[str, bytes]) -> list[list[str]]:
+    """Returns the machine code that shares frames. Kernels of one function and size are often similar."""
+    used = {stage.code: stage.function for entry in entries for stage in entry.stages}
+    groups: list[list[str]] = []
+    size = GROUP_BYTES
+    for sha256 in sorted(used, key=lambda sha256: (used[sha256], len(codes[sha256]), sha256)):
+        if size >= GROUP_BYTES:
+            groups.append([])
+            size = 0
+        groups[-1].append(sha256)
+        size += len(codes[sha256])
+    return groups
+
+
+def merged(bundles: Iterable[Bundle]) -> tuple[list[Entry], dict[str, bytes]]:
+    """Returns the entries and the machine code of some bundles of one architecture.
+
+    Entries of one kernel with equal machine code become one with all recipes and receipts. Otherwise the
+    entry of the earlier bundle stays.
+
+    Raises:
+        BundleError: The architectures differ, or a bundle is damaged.
+    """
+    entries: dict[str, Entry] = {}
+    codes: dict[str, bytes] = {}
+    archs: set[str] = set()
+    for bundle in bundles:
+        archs.add(bundle.index.arch)
+        if len(archs) > 1:
+            raise BundleError(f"bundles of {' and '.join(sorted(archs))} cannot be merged: merge them apart")
+        bundle.check_all()
+        for kernel in bundle.index.entries:
+            entry = bundle.entry(kernel)
+            assert entry is not None
+            earlier = entries.get(kernel, entry)
+            entries[kernel] = _joined(earlier, entry) if earlier.machine == entry.machine else earlier
+            if earlier is entry:
+                codes |= {stage.code: bundle.code(stage.code) for stage in entry.stages}
+    return list(entries.values()), codes
+
+
+def _joined(first: Entry, second: Entry) -> Entry:
+    receipts: dict[tuple[str, str], Receipt] = {
+        (receipt.target, receipt.driver): receipt for receipt in (*second.receipts, *first.receipts)
+    }
+    return msgspec.structs.replace(
+        first,
+        recipes=tuple(sorted({*first.recipes, *second.recipes})),
+        receipts=tuple(receipts[key] for key in sorted(receipts)),
+    )

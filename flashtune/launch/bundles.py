@@ -1,0 +1,174 @@
+"""The bundles of this process: which kernels are loaded from them instead of compiled."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import torch
+
+from flashtune.core import VERSION
+from flashtune.core.errors import BundleError, KernelError, UsageError
+from flashtune.core.kernel import Kernel, Specialization
+from flashtune.core.machine import user_path, variable
+from flashtune.core.notices import warn_once
+from flashtune.core.record import Record
+from flashtune.core.target import Target
+from flashtune.templates.family import kernel_of_source
+from flashtune.templates.registry import find_family, template_hash
+
+# Imported when a bundle is used, so that other first calls do not wait for it.
+if TYPE_CHECKING:
+    from flashtune.bundle.bundle_file import Bundle
+    from flashtune.bundle.driver import Driver
+    from flashtune.bundle.records import Entry
+    from flashtune.launch.bundle_binding import BundledBinary
+
+VARIABLE = "FLASHTUNE_BUNDLE"
+# A package of data for each architecture, with this file.
+PACKAGE, FILE = "flashtune_kernels_sm{}", "kernels.bundle"
+
+
+def bundle_paths(capability: int, database: Path | None) -> list[Path]:
+    """Returns the bundles of a GPU that exist, in the order of look-up.
+
+    First is the file of `FLASHTUNE_BUNDLE`, then that of the database, then that of an installed package.
+    """
+    named = variable(VARIABLE)
+    paths = [user_path(named, VARIABLE)] if named else []
+    if database is not None and database.exists():
+        paths.append(database)
+    package = importlib.util.find_spec(PACKAGE.format(capability))
+    folders = package.submodule_search_locations if package else None
+    return [*paths, *(Path(folder, FILE) for folder in (folders or ())[:1])]
+
+
+def recipe_of(record: Record, specialization: Specialization) -> str:
+    """Returns a hash of all values on which a record's kernel depends, 32 hex digits. Renders nothing.
+
+    Another release of flashtune may pass other arguments to a kernel, so its hashes differ.
+    """
+    parts = (
+        VERSION, record.family, template_hash(record.family), record.problem.computation, record.config,
+        specialization,
+    )  # fmt: skip
+    return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:32]
+
+
+def bundled_kernel(entry: Entry, record: Record, specialization: Specialization) -> Kernel:
+    """Returns the kernel of a record that an entry replaces, without its source."""
+    assert record.config is not None
+    family = find_family(record.family)
+    kernel = kernel_of_source(family, record.problem, record.config, specialization, "")
+    # The digest of the source that was compiled.
+    kernel.__dict__["digest"] = entry.kernel
+    return kernel
+
+
+class Bundles:
+    """Kernels of bundles, each loaded once. Only kernels with a receipt of this GPU are used.
+
+    `FLASHTUNE_BUNDLE` comes first, then the bundle of the database, then that of an installed package.
+    """
+
+    def __init__(
+        self, driver: Driver | None = None, of_database: Callable[[str], Path | None] = lambda arch: None
+    ) -> None:
+        """Opens nothing before the first look-up. Tests pass a driver.
+
+        `of_database` returns the file of the database's bundle for an architecture.
+        """
+        self._given = driver
+        self._of_database = of_database
+        self._open: dict[str, list[Bundle]] = {}  # By architecture, in order. Without those with an error.
+        self._loaded: dict[tuple[str, torch.device], BundledBinary] = {}
+
+    @functools.cached_property
+    def _driver(self) -> Driver:
+        from flashtune.bundle.driver import Driver
+
+        return self._given or Driver()
+
+    def find(self, record: Record, specialization: Specialization, target: Target) -> Entry | None:
+        """Returns the verified entry of a record's kernel, or None.
+
+        No driver compiles machine code again, so a receipt holds under all drivers. Warns once of a bundle
+        that cannot be used.
+        """
+        for entry in self._entries(lambda: recipe_of(record, specialization), target):
+            held = ((receipt.machine, receipt.target) for receipt in entry.receipts)
+            if (entry.machine, target.name) in held:
+                return entry
+        return None
+
+    def entry(self, recipe: Callable[[], str], target: Target) -> Entry | None:
+        """Returns the entry of a recipe, verified or not, or None. Warns once of an unusable bundle."""
+        return next(self._entries(recipe, target), None)
+
+    def _entries(self, recipe: Callable[[], str], target: Target) -> Iterator[Entry]:
+        """Yields the entries of a recipe in the order of look-up."""
+        if target.arch not in self._open:
+            self._open[target.arch] = [*self._opened(target)] if target.is_nvidia else []
+        bundles = tuple(self._open[target.arch])
+        key = recipe() if bundles else ""
+        for bundle in bundles:
+            try:
+                entry = bundle.entry_of_recipe(key)
+            except BundleError as error:
+                self._forget(target, bundle, error)
+                continue
+            if entry is not None:
+                yield entry
+
+    def load(self, entry: Entry, target: Target, device: torch.device) -> BundledBinary | None:
+        """Returns the code of an entry on a device. None after an error, of which it warns."""
+        from flashtune.launch.bundle_binding import BundledBinary, load_entry
+
+        binary = self._loaded.get((entry.kernel, device))
+        if binary is not None:
+            return binary
+        codes = {stage.code for stage in entry.stages}
+        for bundle in tuple(self._open[target.arch]):
+            if codes <= bundle.index.codes.keys():
+                try:
+                    functions = load_entry(entry, bundle.code, self._driver, device)
+                except (BundleError, KernelError) as error:
+                    self._forget(target, bundle, error)
+                    continue
+                binary = self._loaded[entry.kernel, device] = BundledBinary(entry, functions, self._driver)
+                return binary
+        return None
+
+    def _opened(self, target: Target) -> Iterator[Bundle]:
+        """Yields the bundles for a target. Warns of those with an error."""
+        database = self._of_database(target.arch)
+        try:
+            paths = bundle_paths(target.capability, database)
+        except UsageError as error:
+            _warn(error)
+            return
+        for path in paths:
+            from flashtune.bundle.bundle_file import open_bundle
+
+            try:
+                bundle = open_bundle(path, own=path == database)
+                if bundle.index.arch != target.arch:
+                    raise BundleError(
+                        f"the bundle {path} is for {bundle.index.arch}, not for {target.arch}: use another"
+                    )
+                yield bundle
+            except BundleError as error:
+                _warn(error)
+
+    def _forget(self, target: Target, bundle: Bundle, error: Exception) -> None:
+        self._open[target.arch] = [other for other in self._open[target.arch] if other is not bundle]
+        _warn(error)
+
+
+def _warn(error: Exception) -> None:
+    warn_once("bundle", f"{error} (until then kernels are compiled)")

@@ -1,0 +1,183 @@
+"""Tests of kernels from bundles: verified ones are loaded, and all others are compiled."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from flashtune import testing
+from flashtune.bundle.bundle_file import dump_bundle
+from flashtune.bundle.driver import Driver
+from flashtune.bundle.records import Entry, Receipt
+from flashtune.core.notices import FlashtuneWarning
+from flashtune.core.record import Record, Selection, VerificationStatus
+from flashtune.core.target import find_target
+from flashtune.dispatch.bound_request import KernelKey
+from flashtune.launch.binding import bind, compile_binary
+from flashtune.launch.bundle_binding import BundledBinary
+from flashtune.launch.bundle_entries import entry_of
+from flashtune.launch.bundles import VARIABLE, Bundles, bundle_paths, bundled_kernel, recipe_of
+from flashtune.launch.compiler_process import CompilerProcess
+from flashtune.launch.kernel_cache import kernel_of
+from flashtune.launch.tensors import ForwardTensors
+from flashtune.request.request import Prefer
+from flashtune.runtime import kernel_loader
+from flashtune.runtime.kernel_loader import KernelLoader
+from tests.emulator.cuda_library import CudaLibrary
+from tests.support.records import CONTIGUOUS, VERDICT, make_record
+
+H200 = find_target("h200")
+CPU = torch.device("cpu", 0)
+PROBLEM = testing.problem("heads=4,seqlen=256,head_dim=64,dtype=fp16")
+OTHER = msgspec.structs.replace(PROBLEM, seqlen_q=512, seqlen_kv=512)
+
+
+@pytest.fixture(autouse=True)
+def on_a_device(no_device: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches run without a GPU."""
+    properties = type("Properties", (), {"multi_processor_count": 132})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+
+
+@pytest.fixture
+def record() -> Record:
+    return make_record(PROBLEM)
+
+
+@pytest.fixture
+def entry(record: Record) -> tuple[Entry, dict[str, bytes]]:
+    """The entry of the record's kernel, with a receipt of the GPU under driver 580."""
+    kernel = kernel_of(record, CONTIGUOUS)
+    recipes = [recipe_of(record, CONTIGUOUS)]
+    made, codes = entry_of(kernel, PROBLEM, compile_binary(kernel, H200), "12.8", recipes)
+    receipt = Receipt(made.machine, "nvidia-h200", "580.95", VERDICT)
+    return msgspec.structs.replace(made, receipts=(receipt,)), codes
+
+
+@pytest.fixture
+def path(tmp_path: Path, entry: tuple[Entry, dict[str, bytes]], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The bundle of the entry, which the variable names."""
+    file = tmp_path / "kernels.bundle"
+    file.write_bytes(dump_bundle("sm_90", "1.0", [entry[0]], entry[1]))
+    monkeypatch.setenv(VARIABLE, str(file))
+    return file
+
+
+@pytest.mark.slow
+def test_verified_kernel_is_launched_without_its_source(path: Path, entry: Any, record: Record) -> None:
+    library = CudaLibrary()
+    bundles = Bundles(Driver(library))
+    found = bundles.find(record, CONTIGUOUS, H200)
+    assert found is not None
+    assert found == entry[0]
+    binary = bundles.load(found, H200, CPU)
+    assert binary is not None
+    kernel = bundled_kernel(found, record, CONTIGUOUS)
+    assert (kernel.source, kernel.digest) == ("", record.kernel)
+    q, k, v, out = (torch.zeros(1, 4, 256, 64, dtype=torch.float16) for _ in range(4))
+    bind(kernel, H200, ForwardTensors(q, k, v, out), compiled=binary)((q, k, v, out, None), 0.125)
+    assert [launched.function for launched in library.launches] == ["forward_q_outer"]
+    assert bundles.load(found, H200, CPU) is binary
+    assert len(library.codes) == 1, "it is loaded once"
+
+
+def test_loader_neither_renders_nor_compiles_a_verified_kernel(
+    path: Path, record: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel_loader, "kernel_of", None)
+    loader = KernelLoader(bundles=Bundles(Driver(CudaLibrary())))
+    key = KernelKey(PROBLEM, CONTIGUOUS, Prefer.GENERATED, CPU)
+    # Without the bundle's receipt, an unproven kernel would need a self-check.
+    selection = Selection(record=record, standing=VerificationStatus.UNPROVEN)
+    loaded = loader.load(selection, H200, key)
+    assert isinstance(loaded.binary, BundledBinary)
+    assert loaded.kernel.digest == record.kernel
+    loader.compile_apart(CompilerProcess(), record, CONTIGUOUS, H200)
+
+
+def test_kernel_of_another_length_is_found_by_its_recipe(path: Path, entry: Any, record: Record) -> None:
+    bundles = Bundles(Driver(CudaLibrary()))
+    untuned = msgspec.structs.replace(record, problem=OTHER, kernel=None)
+    assert bundles.find(untuned, CONTIGUOUS, H200) == entry[0]
+    with_lse = msgspec.structs.replace(CONTIGUOUS, lse=True)
+    assert bundles.find(record, with_lse, H200) is None
+
+
+def test_kernel_without_a_receipt_of_this_gpu_is_not_used(path: Path, record: Record) -> None:
+    assert Bundles(Driver(CudaLibrary())).find(record, CONTIGUOUS, find_target("h100")) is None
+
+
+def test_receipt_of_other_machine_code_is_not_used(
+    path: Path, entry: tuple[Entry, dict[str, bytes]], record: Record
+) -> None:
+    made, codes = entry
+    slower = msgspec.structs.replace(made.stages[0], early=True)
+    path.write_bytes(dump_bundle("sm_90", "1", [msgspec.structs.replace(made, stages=(slower,))], codes))
+    assert Bundles(Driver(CudaLibrary())).find(record, CONTIGUOUS, H200) is None
+
+
+def test_unusable_bundle_is_one_warning(path: Path, entry: Any, record: Record) -> None:
+    content = path.read_bytes()
+    for damaged in (content[:-1], content[:70] + b"x" + content[71:], b"", dump_bundle("sm_80", "1", [], {})):
+        path.write_bytes(damaged)
+        bundles = Bundles(Driver(CudaLibrary()))
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                assert bundles.find(record, CONTIGUOUS, H200) is None
+        assert all(isinstance(warning.message, FlashtuneWarning) for warning in seen)
+        assert len(seen) <= 1
+
+
+def test_damaged_code_or_failed_load_is_compiled_instead(path: Path, entry: Any, record: Record) -> None:
+    class Refusing(CudaLibrary):
+        def cuModuleLoadData(self, module: Any, code: bytes) -> int:
+            return 209
+
+    content = bytearray(path.read_bytes())
+    for library, file in ((Refusing(), content), (CudaLibrary(), content[:-40] + bytes(40))):
+        path.write_bytes(file)
+        bundles = Bundles(Driver(library))
+        found = bundles.find(record, CONTIGUOUS, H200)
+        assert found is not None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert bundles.load(found, H200, CPU) is None
+        assert bundles.find(record, CONTIGUOUS, H200) is None
+
+
+def test_without_a_bundle_nothing_is_found(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert bundle_paths(90, None) == []
+    assert Bundles().find(record, CONTIGUOUS, H200) is None
+
+
+def test_named_bundle_comes_before_those_of_the_database_and_of_a_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named, database = tmp_path / "named.bundle", tmp_path / "database.bundle"
+    package = tmp_path / "flashtune_kernels_sm90"
+    package.mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert bundle_paths(90, database) == [package / "kernels.bundle"], "the database has no bundle"
+    database.touch()
+    monkeypatch.setenv(VARIABLE, str(named))
+    assert bundle_paths(90, database) == [named, database, package / "kernels.bundle"]
+
+
+def test_bundle_of_the_database_serves_unless_another_user_can_write_it(
+    path: Path, entry: Any, record: Record, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    database = path.rename(tmp_path / "database.bundle")
+    path.write_bytes(dump_bundle("sm_90", "1.0", [], {}))
+    made = Bundles(Driver(CudaLibrary()), lambda arch: database)
+    assert made.find(record, CONTIGUOUS, H200) == entry[0]
+    assert made.load(entry[0], H200, CPU) is not None
+    database.chmod(0o666)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert Bundles(of_database=lambda arch: database).find(record, CONTIGUOUS, H200) is None

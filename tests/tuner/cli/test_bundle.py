@@ -1,0 +1,103 @@
+"""Tests of `flashtune bundle`: builds are reproducible, and files are checked before they are used."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from flashtune.core.target import find_target
+from flashtune.db.table import shipped_table
+from flashtune.launch.binding import compile_binary
+from flashtune.launch.bundle_entries import entry_of
+from flashtune.tuner.tables import bundles
+from flashtune.tuner.tables.bundles import coverage_calls, table_calls
+from tests.support.golden_kernels import KERNELS, problem_of
+from tests.tuner.cli.conftest import Run
+
+SHAPE = "heads=8,seqlen=512,head_dim=64"
+
+
+@pytest.mark.slow
+def test_two_builds_in_other_folders_give_the_same_bytes(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = []
+    for name in ("a", "a_longer_name"):
+        monkeypatch.setenv("FLASHTUNE_CACHE_DIR", str(tmp_path / name))
+        monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / name / "triton"))
+        files.append(tmp_path / f"{name}.bundle")
+        built = run(
+            "bundle", "build", "--target", "a100", "--shape", SHAPE, "--out", files[-1], "--json", "-q"
+        )
+        assert built.exit_code == 0, built.output
+        report: dict[str, Any] = json.loads(built.stdout)
+        # The kernel of the shape, and those that clear the tail of packed outputs.
+        assert (report["arch"], report["kernels"], report["verified"]) == ("sm_80", 4, 0)
+        assert report["size"] == files[-1].stat().st_size
+    assert files[0].read_bytes() == files[1].read_bytes()
+    rows = json.loads(run("bundle", "list", files[0], "--json").stdout)
+    families = {row["family"]: row["functions"] for row in rows}
+    assert families == {"forward_q_outer": ["forward_q_outer"], "packed_tail": ["clear_tail"]}
+    both = tmp_path / "both.bundle"
+    merged = run("bundle", "merge", *files, "--out", both)
+    assert f"{both} has 1 kernels for sm_80, of which 0 have a receipt" in merged.stdout
+    assert both.read_bytes() == files[0].read_bytes()
+
+
+def test_damaged_file_is_one_sentence(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "kernels.bundle"
+    path.write_bytes(b"FTBUNDLE" + bytes(60))
+    for command in ("list", "merge"):
+        result = run("bundle", command, path)
+        assert result.exit_code == 2
+        assert result.stderr.startswith("flashtune: ") or "bundle" in result.stderr
+        assert len(result.stderr.strip().splitlines()) == 1
+    missing = run("bundle", "list", tmp_path / "nothing")
+    assert "cannot read the bundle" in missing.stderr
+
+
+def test_other_gpus_and_their_tables_are_refused(run: Run, tmp_path: Path) -> None:
+    result = run("bundle", "build", "--target", "mi300x", "--shape", SHAPE, "--out", tmp_path / "x")
+    assert result.exit_code == 2
+    assert "bundles hold code of NVIDIA's GPUs" in result.stderr
+
+
+@pytest.mark.slow
+def test_comments_and_paths_do_not_change_machine_code() -> None:
+    name = "kv_outer_bf16_d64"
+    kernel, problem, h200 = KERNELS[name](), problem_of(name), find_target("h200")
+    commented = msgspec.structs.replace(
+        kernel, family="commented", source="# A comment.\n" * 9 + kernel.source
+    )
+    assert commented.digest != kernel.digest, "it is compiled again, in a file of another name"
+    entries = [entry_of(each, problem, compile_binary(each, h200), "12.8")[0] for each in (kernel, commented)]
+    assert entries[0].stages == entries[1].stages
+    assert entries[0].machine == entries[1].machine
+
+
+def test_receipts_hold_for_kernels_of_the_installed_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = shipped_table("nvidia-h200")
+    assert table is not None
+    kept = bundles._receipts([table])
+    assert kept
+    for of_kernel in kept.values():
+        for check in of_kernel.values():
+            assert check.verdict.passed
+            assert check.versions.compilers == bundles._compilers()
+    monkeypatch.setattr(bundles, "triton_version", lambda: "2.0.0")
+    assert not bundles._receipts([table])
+
+
+def test_default_bundle_covers_the_table_and_untuned_shapes() -> None:
+    table = shipped_table("nvidia-h200")
+    assert table is not None
+    tuned = {record.problem for record in table.records if record.config}
+    assert {problem for problem, _ in table_calls(table)} == tuned
+    calls = list(coverage_calls())
+    assert {problem.head_dim for problem, _ in calls} == {32, 64, 80, 96, 128, 160, 192, 256}
+    assert {(problem.is_backward, assumed.lse) for problem, assumed in calls} == {
+        (backward, lse) for backward in (False, True) for lse in (False, True)
+    }
+    assert all(len(problem.features) <= 1 for problem, _ in calls)

@@ -1,0 +1,190 @@
+"""Builds bundles of the kernels that dispatch chooses for calls."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import msgspec
+import torch
+
+from flashtune.bundle.bundle_file import Bundle
+from flashtune.bundle.records import Entry, Receipt
+from flashtune.core.errors import BundleError, FlashtuneError
+from flashtune.core.kernel import Alignment, Specialization
+from flashtune.core.machine import ptxas_version, triton_version
+from flashtune.core.record import Outcome
+from flashtune.core.target import Target
+from flashtune.db.codec import Check
+from flashtune.db.table import TunedTable
+from flashtune.dispatch.lookup import select
+from flashtune.dispatch.tables import Tables
+from flashtune.dispatch.versions import current_versions
+from flashtune.launch.binding import compile_binary
+from flashtune.launch.bundle_entries import entry_of, tail_entry
+from flashtune.launch.bundles import recipe_of
+from flashtune.launch.kernel_cache import kernel_of
+from flashtune.tuner.tables.warm import Call, Need, Needs, Watch, calls_of, compile_needs
+from flashtune.tuner.workloads.shapes import parse_shape
+
+# Shapes of the kernels that untuned problems take: widths, types and single features.
+WIDTHS = "head_dim=32|64|80|96|128|160|192|256"
+PREFILL = f"heads=32,kv_heads=8,batch=2,seqlen=2048,{WIDTHS},causal=none|bottom_right"
+DECODE = f"heads=32,kv_heads=8,batch=16,seqlen_q=1,seqlen_kv=4096,{WIDTHS},dtype=bf16|fp16"
+# Values of features for a prefill or gradients, and for decoding.
+PREFILL_FEATURES = (
+    "", "window=1023", "softcap", "alibi", "bias=additive", "bias=boolean", "sinks", "prefix", "chunk=2048",
+    "block_mask=128", "packed=8192", "kv_lengths", "dropout", "deterministic",
+)  # fmt: skip
+DECODE_FEATURES = ("", "page_size=16", "page_size=64", "page_size=256", "kv_lengths")
+# Types of outputs of packed calls.
+CLEARED = (torch.bfloat16, torch.float16, torch.float32)
+UNALIGNED = Specialization(Alignment.ANY)
+
+
+class Built(NamedTuple):
+    """The entries and the machine code of a bundle, and a sentence for each call without a kernel."""
+
+    entries: list[Entry]
+    codes: dict[str, bytes]
+    left_out: tuple[str, ...]
+
+
+def table_calls(table: TunedTable) -> Iterator[Call]:
+    """Yields the problems of a table's kernels, with and without a log-sum-exp."""
+    for record in table.records:
+        if record.config is not None:
+            for lse in (False, True):
+                yield record.problem, msgspec.structs.replace(record.specialization, lse=lse)
+
+
+def coverage_calls() -> Iterator[Call]:
+    """Yields calls of untuned shapes: widths, types and single features, both passes.
+
+    Without a feature, tensors are also unaligned.
+    """
+    prefill = [f"{PREFILL},dtype={dtype}" for dtype in ("bf16", "fp16", "fp32")]
+    shapes = [(text, feature) for text in prefill for feature in PREFILL_FEATURES]
+    shapes += [(f"{text},backward", feature) for text, feature in shapes]
+    shapes += [(DECODE, feature) for feature in DECODE_FEATURES]
+    for text, feature in shapes:
+        for problem, specialization in calls_of(parse_shape(f"{text},{feature}")):
+            for assumed in (specialization,) if feature else (specialization, UNALIGNED):
+                for lse in (False, True):
+                    yield problem, msgspec.structs.replace(assumed, lse=lse)
+
+
+def build(
+    calls: Iterable[Call],
+    target: Target,
+    tables: Tables,
+    evidence: Iterable[TunedTable] = (),
+    watch: Watch = lambda phase, done, total: None,
+) -> Built:
+    """Returns the kernels that dispatch chooses for calls, compiled.
+
+    Args:
+        calls: The calls.
+        target: The GPU.
+        tables: The tables of dispatch.
+        evidence: Tables whose receipts hold for kernels of the installed compiler.
+        watch: Called with the progress of compilation.
+
+    Raises:
+        BundleError: The GPU is not NVIDIA's.
+    """
+    if not target.is_nvidia:
+        raise BundleError(
+            f"bundles hold code of NVIDIA's GPUs, and {target.name} is none: name another target"
+        )
+    kernels: dict[str, Need] = {}
+    recipes: dict[str, set[str]] = defaultdict(set)
+    left_out: list[str] = []
+    for problem, specialization in dict.fromkeys(calls):
+        try:
+            selection = select(problem, target, tables, specialization, generated=True)
+            kernel = kernel_of(selection.record, specialization)
+        except FlashtuneError as error:
+            left_out.append(str(error))
+            continue
+        kernels.setdefault(kernel.digest, Need(problem, selection, kernel))
+        recipes[kernel.digest].add(recipe_of(selection.record, specialization))
+    compiled = compile_needs(Needs(kernels, ()), target, watch)
+    receipts = _receipts(evidence)
+    entries: list[Entry] = []
+    codes: dict[str, bytes] = {}
+    for digest, need in sorted(kernels.items()):
+        outcome = compiled[digest]
+        if outcome.outcome is not Outcome.OK:
+            left_out.append(f"{need.problem.key}: {outcome.outcome.value}: {outcome.message}")
+            continue
+        binary = compile_binary(need.kernel, target)
+        ptxas = current_versions(need.kernel.family).ptxas
+        entry, its_codes = entry_of(need.kernel, need.problem, binary, ptxas, sorted(recipes[digest]))
+        codes |= its_codes
+        passed = sorted(receipts.get(digest, {}).items())
+        bound = tuple(Receipt(entry.machine, *where, check.verdict) for where, check in passed)
+        entries.append(msgspec.structs.replace(entry, receipts=bound))
+    for dtype in CLEARED:
+        entry, its_codes = tail_entry(dtype, target, ptxas_version())
+        codes |= its_codes
+        entries.append(entry)
+    return Built(entries, codes, tuple(dict.fromkeys(left_out)))
+
+
+def _receipts(tables: Iterable[TunedTable]) -> dict[str, dict[tuple[str, str], Check]]:
+    """Returns the passed checks of kernels of the installed compiler, by GPU and driver.
+
+    The same source and compiler give the same machine code, so the receipts hold for it.
+    """
+    receipts: dict[str, dict[tuple[str, str], Check]] = defaultdict(dict)
+    for table in tables:
+        own = (
+            Check(
+                digest=record.kernel, target=record.target, versions=record.versions, verdict=record.verdict
+            )
+            for record in table.records
+            if record.kernel and record.verdict
+        )
+        for check in (*own, *table.receipts):
+            if check.verdict.passed and check.versions.compilers == _compilers():
+                receipts[check.digest][check.target, check.versions.driver] = check
+    return receipts
+
+
+def _compilers() -> tuple[str, str]:
+    # The version of the assembler does not depend on the family.
+    return triton_version(), current_versions("forward_q_outer").ptxas
+
+
+class Listed(msgspec.Struct, frozen=True):
+    """An entry of a bundle, for a list."""
+
+    kernel: str
+    family: str
+    functions: tuple[str, ...]
+    machine: str  # Digest of the machine code.
+    code_bytes: int  # Machine code, not compressed. Other entries may share it.
+    recipes: int
+    verified: tuple[str, ...]  # The GPUs with a receipt.
+    triton: str
+    ptxas: str
+
+
+def listed(bundle: Bundle) -> list[Listed]:
+    """Returns the entries of a bundle by family and digest, after a check of the whole file."""
+    bundle.check_all()
+    rows = []
+    for kernel in bundle.index.entries:
+        entry = bundle.entry(kernel)
+        assert entry is not None
+        sizes = [bundle.index.codes[stage.code].size for stage in entry.stages]
+        verified = tuple(
+            sorted({receipt.target for receipt in entry.receipts if receipt.machine == entry.machine})
+        )
+        functions = tuple(stage.function for stage in entry.stages)
+        row = Listed(
+            kernel, entry.family, functions, entry.machine, sum(sizes), len(entry.recipes), verified,
+            entry.triton, entry.ptxas,
+        )  # fmt: skip
+        rows.append(row)
+    return sorted(rows, key=lambda row: (row.family, row.kernel))
