@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -9,14 +10,14 @@ import msgspec
 import torch
 
 from flashtune.core.caches import keep
-from flashtune.core.errors import VerificationError
+from flashtune.core.errors import KernelError, VerificationError
 from flashtune.core.features.records import ExtraInputs
 from flashtune.core.kernel import Kernel, Specialization
 from flashtune.core.record import Record, Selection
 from flashtune.core.target import Target
 from flashtune.dispatch.bound_request import KernelKey
 from flashtune.launch.binding import Binary, Tensors, bind
-from flashtune.launch.bundles import Bundles, bundled_kernel
+from flashtune.launch.bundles import VARIABLE, Bundles, bundled_kernel
 from flashtune.launch.compilation import is_compiled
 from flashtune.launch.compiler_process import CompilerProcess
 from flashtune.launch.kernel_cache import Binaries, kernel_of
@@ -68,6 +69,7 @@ class KernelLoader:
         loaded = entry and self.bundles.load(entry, target, key.device)
         if entry is not None and loaded is not None:
             return LoadedKernel(bundled_kernel(entry, record, key.specialization), target, loaded)
+        require_triton()
         kernel = self.kernel_of(record, key.specialization, target)
         if selection.proves(kernel.digest):
             return LoadedKernel(kernel, target, self.binaries.of(kernel, target, key.device))
@@ -107,6 +109,7 @@ class KernelLoader:
         """Lets another process render and compile a kernel, unless a bundle or Triton's cache has it."""
         if self.bundles.find(record, specialization, target) is not None:
             return
+        require_triton()
         key = _computation(record, specialization, target)
         kernel = self.rendered.get(key)
         if kernel is None or not all(is_compiled(part, target) for part in kernel.parts):
@@ -137,6 +140,15 @@ class KernelLoader:
     def remember(self, key: KernelKey, kernel: LoadedKernel) -> None:
         """Caches the kernel of a call with features, for later calls with the same key."""
         keep(self.loaded, key, kernel, KERNELS_LIMIT)
+
+
+def require_triton() -> None:
+    """Raises an error if Triton is not installed, for a kernel that no bundle has."""
+    if importlib.util.find_spec("triton") is None:
+        raise KernelError(
+            "Triton is not installed and no bundle has this kernel: install triton, or name another bundle "
+            f"in {VARIABLE}"
+        )
 
 
 def _computation(record: Record, specialization: Specialization, target: Target) -> tuple[object, ...]:

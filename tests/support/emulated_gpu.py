@@ -11,7 +11,6 @@ import torch
 from flashtune.bundle.driver import Driver
 from flashtune.bundle.records import Stage
 from flashtune.core.target import Target, find_target
-from flashtune.dispatch import sdpa
 from flashtune.dispatch.platform import Platform
 from flashtune.launch import launch, workspaces
 from flashtune.launch.bundles import Bundles
@@ -65,6 +64,7 @@ def emulated_gpu() -> Iterator[CudaLibrary]:
             (executors, "current_device", lambda: None),
             (backward_executors, "current_device", lambda: None),
             (workspaces, "_made", made),
+            (workspaces, "capturing", lambda: False),
             (SESSION, "platform", EmulatedGpu()),
             (SESSION, "loader", KernelLoader(bundles=Bundles(CpuDriver(library)))),
         )

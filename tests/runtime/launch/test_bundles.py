@@ -2,6 +2,7 @@
 
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -18,7 +19,7 @@ from flashtune.core.target import find_target
 from flashtune.dispatch.bound_request import KernelKey
 from flashtune.launch.binding import bind, compile_binary
 from flashtune.launch.bundle_binding import BundledBinary
-from flashtune.launch.bundle_entries import entry_of
+from flashtune.launch.bundle_entries import entry_of, tail_entry
 from flashtune.launch.bundles import VARIABLE, Bundles, bundle_path, bundled_kernel, recipe_of
 from flashtune.launch.compiler_process import CompilerProcess
 from flashtune.launch.kernel_cache import kernel_of
@@ -96,6 +97,29 @@ def test_loader_neither_renders_nor_compiles_a_verified_kernel(
     assert isinstance(loaded.binary, BundledBinary)
     assert loaded.kernel.digest == record.kernel
     loader.compile_apart(CompilerProcess(), record, CONTIGUOUS, H200)
+
+
+@pytest.mark.parametrize("has_lse", [True, False])
+def test_rows_after_packed_sequences_are_cleared_by_the_kernel_of_a_bundle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_lse: bool
+) -> None:
+    made, codes = tail_entry(torch.float16, H200, "12.8")
+    file = tmp_path / "kernels.bundle"
+    file.write_bytes(dump_bundle("sm_90", "1", [made], codes))
+    monkeypatch.setenv(VARIABLE, str(file))
+    library = CudaLibrary()
+    loader = KernelLoader(bundles=Bundles(Driver(library)))
+    out, starts = torch.zeros(40, 4, 64, dtype=torch.float16), torch.zeros(4, dtype=torch.int32)
+    lse = torch.zeros(4, 40) if has_lse else None
+    request: Any = SimpleNamespace(
+        device=torch.device("meta", 0), out_like=out.to("meta"), return_lse=has_lse
+    )
+    loader.tail_clearer(request, 3, H200)(out, lse, starts)
+    (launched,) = library.launches
+    assert (launched.function, launched.grid) == ("clear_tail", (160, 1, 1))
+    addresses = [tensor.data_ptr() for tensor in (out, out if lse is None else lse, starts)]
+    expected = [*addresses, 3, 40, 4, 64, 4 if has_lse else 0, 0, 0]
+    assert [int.from_bytes(raw, "little") for raw in launched.parameters] == expected
 
 
 def test_kernel_of_another_length_is_found_by_its_recipe(path: Path, entry: Any, record: Record) -> None:
