@@ -97,9 +97,7 @@ class Bundles:
 
     def entry(self, recipe: Callable[[], str], target: Target) -> Entry | None:
         """Returns the entry of a recipe, verified or not, or None. Warns once of an unusable bundle."""
-        if target.arch not in self._open:
-            self._open[target.arch] = self._opened(target)
-        bundle = self._open[target.arch]
+        bundle = self._bundle(target)
         if bundle is None:
             return None
         try:
@@ -122,6 +120,15 @@ class Bundles:
                 return None
             binary = self._loaded[entry.kernel, device] = BundledBinary(entry, functions, self._driver)
         return binary
+
+    def is_open(self, target: Target) -> bool:
+        """Whether there is a bundle for a GPU."""
+        return self._bundle(target) is not None
+
+    def _bundle(self, target: Target) -> Bundle | None:
+        if target.arch not in self._open:
+            self._open[target.arch] = self._opened(target)
+        return self._open[target.arch]
 
     def _opened(self, target: Target) -> Bundle | None:
         try:

@@ -16,6 +16,7 @@ from flashtune.core.kernel import Kernel, Specialization
 from flashtune.core.record import Record, Selection
 from flashtune.core.target import Target
 from flashtune.dispatch.bound_request import KernelKey
+from flashtune.dispatch.platform import PLATFORM
 from flashtune.launch.binding import Binary, Tensors, bind
 from flashtune.launch.bundles import VARIABLE, Bundles, bundled_kernel
 from flashtune.launch.compilation import is_compiled
@@ -47,7 +48,7 @@ class KernelLoader:
 
     def __init__(self, checks: SelfChecks | None = None, bundles: Bundles | None = None) -> None:
         self.checks = checks or SelfChecks()
-        self.bundles = bundles or Bundles()
+        self.bundles = bundles or PLATFORM.bundles
         self.binaries = Binaries()
         # Rendered kernels, which calls of other lengths share.
         self.rendered: dict[tuple[object, ...], Kernel] = {}

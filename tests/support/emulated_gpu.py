@@ -52,7 +52,8 @@ def made(size: int, device: torch.device, stream: int) -> Memory:
 @contextlib.contextmanager
 def emulated_gpu() -> Iterator[CudaLibrary]:
     """Prepares calls of this session for the GPU in the context, by kernels of the bundle of the process."""
-    library = CudaLibrary()
+    library, platform = CudaLibrary(), EmulatedGpu()
+    platform.bundles = Bundles(CpuDriver(library))
     properties = mock.Mock(multi_processor_count=132)
     patches: list[Any] = [
         mock.patch.object(module, name, value)
@@ -65,8 +66,8 @@ def emulated_gpu() -> Iterator[CudaLibrary]:
             (backward_executors, "current_device", lambda: None),
             (workspaces, "_made", made),
             (workspaces, "capturing", lambda: False),
-            (SESSION, "platform", EmulatedGpu()),
-            (SESSION, "loader", KernelLoader(bundles=Bundles(CpuDriver(library)))),
+            (SESSION, "platform", platform),
+            (SESSION, "loader", KernelLoader(bundles=platform.bundles)),
         )
     ]
     with contextlib.ExitStack() as stack:
