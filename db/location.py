@@ -60,6 +60,23 @@ def sqlite_path(url: str) -> Path | None:
     return _decoded(url.removeprefix(SQLITE)) if url.startswith(SQLITE) else None
 
 
+def bundle_file(url: str, arch: str) -> Path:
+    """Returns the file of a database's machine code for an architecture.
+
+    It is next to the database. For a server it is in the user's cache folder.
+    """
+    path = sqlite_path(url) or _cache_folder() / "server"
+    return path.with_name(f"{path.name}.{arch}.bundle")
+
+
+def database_bundle(arch: str) -> Path | None:
+    """Returns the bundle of the user's database, or None if it has no location, of which dispatch warns."""
+    try:
+        return bundle_file(database_url(None), arch)
+    except (StoreError, UsageError):
+        return None
+
+
 def read_only_uri(path: Path) -> str:
     """Returns the URI with which SQLite opens a file for reading, and never creates it.
 

@@ -24,7 +24,7 @@ from flashtune.templates.registry import find_family
 from flashtune.tuner.candidates import Candidate, FamilySpace, SearchTask, contiguous_specialization
 from flashtune.tuner.execution.backend import SearchWorkers
 from flashtune.tuner.execution.compile_pool import Compiled
-from flashtune.tuner.execution.evaluation import Evaluation
+from flashtune.tuner.execution.evaluation import Evaluation, MachineCode
 
 # Seconds of the GPU's process for one candidate in addition to timed launches. It loads the candidate and
 # verifies it in full, or on small problems alone if it is far behind. A search of an H200 took 44 s for
@@ -180,6 +180,11 @@ class Replay:
         """Returns no result: tables contain no verification with delays."""
         del scope, candidate
         return self._gpu.submit(0.0, None)
+
+    def machine_code(self, scope: SearchTask, candidate: Candidate) -> Future[MachineCode]:
+        """Returns nothing: tables contain no machine code."""
+        del scope, candidate
+        return self._gpu.submit(0.0, ())
 
     def _log(self, candidate: Candidate, seen: float | None) -> None:
         self.tried.append(SimulatedTrial(candidate, self.clock.now(), seen, self._true[candidate]))

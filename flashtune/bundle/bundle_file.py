@@ -12,9 +12,13 @@ Numbers are little-endian. Offsets of frames count from the end of the index. A 
 index, and then one frame at a time. Two builds of the same kernels give the same bytes.
 """
 
+import contextlib
 import hashlib
 import lzma
+import os
+import stat
 import struct
+import weakref
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -26,6 +30,7 @@ from flashtune.bundle.cubin import machine_digest
 from flashtune.bundle.program import check_entry
 from flashtune.bundle.records import Entry, Receipt, Sha256
 from flashtune.core.errors import BundleError
+from flashtune.core.files import is_own
 from flashtune.core.record import Digest, ShortText
 from flashtune.core.target import ArchName
 
@@ -145,11 +150,15 @@ class Bundle:
         if size > limit or frame.offset + frame.size > self.index.size:
             raise self._damaged("a part of it is outside of the file")
         try:
-            packed = self._read_bytes(self._frames + frame.offset, frame.size)
+            packed = self.packed(frame)
             decompressor = lzma.LZMADecompressor(lzma.FORMAT_ALONE, memlimit=2 * MAX_CODE_BYTES)
             return decompressor.decompress(packed, size)
         except (OSError, lzma.LZMAError, EOFError) as error:
             raise self._damaged("a part of it cannot be read") from error
+
+    def packed(self, frame: Frame) -> bytes:
+        """Returns the compressed bytes of a frame, without a check."""
+        return self._read_bytes(self._frames + frame.offset, frame.size)
 
     def check_all(self) -> None:
         """Reads everything, and checks that the digests of machine code are those of the entries."""
@@ -161,18 +170,26 @@ class Bundle:
                     raise self._damaged("a digest is not that of its machine code")
 
 
-def open_bundle(path: Path) -> Bundle:
-    """Returns the bundle of a file, whose parts are read and checked when they are used."""
+def open_bundle(path: Path, *, own: bool = False) -> Bundle:
+    """Returns the bundle of a file, whose parts are read and checked when they are used.
 
-    def read(offset: int, size: int) -> bytes:
-        with path.open("rb") as file:
-            file.seek(offset)
-            return file.read(size)
-
+    The file stays open, so that another process may replace it. With `own`, a file that another user can
+    have written is refused.
+    """
     try:
-        if path.exists() and not path.is_file():
-            raise BundleError(f"the bundle {path} is a folder, pipe or device: name a regular file")
-        return Bundle(read, path.stat().st_size, str(path))
+        with contextlib.ExitStack() as stack:
+            # A pipe is opened at once.
+            number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            stack.callback(os.close, number)
+            status = os.fstat(number)
+            if not stat.S_ISREG(status.st_mode):
+                raise BundleError(f"the bundle {path} is a folder, pipe or device: name a regular file")
+            if own and not is_own(status):
+                raise BundleError(f"another user can have written the bundle {path}: remove it")
+            # Threads share the file, and `pread` does not move its position.
+            bundle = Bundle(lambda offset, size: os.pread(number, size, offset), status.st_size, str(path))
+            weakref.finalize(bundle, stack.pop_all().close)
+            return bundle
     except OSError as error:
         raise BundleError(f"cannot read the bundle {path}: {error.strerror}") from error
 
@@ -213,7 +230,11 @@ def dump_bundle(arch: str, version: str, entries: Iterable[Entry], codes: Mappin
             start += len(codes[sha256])
     recipes = {recipe: kernel for kernel, entry in sorted(by_kernel.items()) for recipe in entry.recipes}
     found, shared = dict(sorted(recipes.items())), dict(sorted(pieces.items()))
-    index = Index(arch, version, offset, listed, tuple(groups), shared, found)
+    return assembled(Index(arch, version, offset, listed, tuple(groups), shared, found), frames)
+
+
+def assembled(index: Index, frames: Iterable[bytes]) -> bytes:
+    """Returns the bytes of a file with an index and compressed frames."""
     raw = zlib.compress(msgspec.json.encode(index), 9)
     head = HEAD.pack(MAGIC, VERSION, len(raw), hashlib.sha256(raw).digest())
     return b"".join((head, raw, *frames))

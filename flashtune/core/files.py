@@ -117,9 +117,14 @@ def read_own(path: Path, most: int) -> bytes:
     The folder does not matter: another user can move such a file, but not write its content.
     """
     content, status = _read(path, most, os.O_NOFOLLOW)
-    if status.st_uid not in {0, os.geteuid()} or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    if not is_own(status):
         raise OSError(errno.EPERM, "another user can have written it")
     return content
+
+
+def is_own(status: os.stat_result) -> bool:
+    """Returns whether only this user and root can have written an open file."""
+    return status.st_uid in {0, os.geteuid()} and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def _read(path: Path, most: int, flags: int) -> tuple[bytes, os.stat_result]:

@@ -4,7 +4,6 @@ The order is: the user's database, the shipped table, the tuned config with the 
 shapes, and a family's default config.
 """
 
-import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -73,8 +72,8 @@ def select(
     At untuned shapes, kernels of `bundles` are preferred to kernels that are about as fast.
     """
     is_bundled: Callable[[Record], bool] | None = None
-    if bundles is not None and bundles.is_open(target):
-        is_bundled = functools.partial(bundles.find, specialization=specialization, target=target)
+    if bundles is not None and bundles.of(target):
+        is_bundled = lambda record: bundles.find(record, specialization, target) is not None  # noqa: E731
 
     def serves(record: Record) -> bool:
         if record.config is None:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 
 from flashtune.core.target import Target, device_target
+from flashtune.db.location import database_bundle
 from flashtune.dispatch.masked_sdpa import MaskTrials
 from flashtune.dispatch.sdpa import chosen_backend
 from flashtune.dispatch.tables import Tables, tuned_records
@@ -19,7 +20,7 @@ class Platform:
 
     def __init__(self) -> None:
         self.mask_trials = MaskTrials(self.sdpa_backend)
-        self.bundles = Bundles()
+        self.bundles = Bundles(of_database=database_bundle)
 
     def target(self, device: torch.device) -> Target:
         """Returns the GPU of a device, which is the current one without an index."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import torch
@@ -34,15 +34,18 @@ VARIABLE = "FLASHTUNE_BUNDLE"
 PACKAGE, FILE = "flashtune_kernels_sm{}", "kernels.bundle"
 
 
-def bundle_path(capability: int) -> Path | None:
-    """Returns the file of `FLASHTUNE_BUNDLE`, otherwise that of an installed package, otherwise None."""
+def bundle_paths(capability: int, database: Path | None) -> list[Path]:
+    """Returns the bundles of a GPU that exist, in the order of look-up.
+
+    First is the file of `FLASHTUNE_BUNDLE`, then that of the database, then that of an installed package.
+    """
     named = variable(VARIABLE)
-    if named:
-        return user_path(named, VARIABLE)
+    paths = [user_path(named, VARIABLE)] if named else []
+    if database is not None and database.exists():
+        paths.append(database)
     package = importlib.util.find_spec(PACKAGE.format(capability))
-    if package is None or not package.submodule_search_locations:
-        return None
-    return Path(package.submodule_search_locations[0], FILE)
+    folders = package.submodule_search_locations if package else None
+    return [*paths, *(Path(folder, FILE) for folder in (folders or ())[:1])]
 
 
 def recipe_of(record: Record, specialization: Specialization) -> str:
@@ -67,14 +70,30 @@ def bundled_kernel(entry: Entry, record: Record, specialization: Specialization)
     return kernel
 
 
-class Bundles:
-    """Kernels of a bundle, each loaded once. Only kernels with a receipt of this GPU are used."""
+class Located(NamedTuple):
+    """An entry and the bundle that has it."""
 
-    def __init__(self, driver: Driver | None = None) -> None:
-        """Opens nothing before the first look-up. Tests pass a driver."""
+    entry: Entry
+    bundle: Bundle
+
+
+class Bundles:
+    """Kernels of bundles, each loaded once. Only kernels with a receipt of this GPU are used.
+
+    `FLASHTUNE_BUNDLE` comes first, then the bundle of the database, then that of an installed package.
+    """
+
+    def __init__(
+        self, driver: Driver | None = None, of_database: Callable[[str], Path | None] = lambda arch: None
+    ) -> None:
+        """Opens nothing before the first look-up. Tests pass a driver.
+
+        `of_database` returns the file of the database's bundle for an architecture.
+        """
         self._given = driver
-        self._open: dict[str, Bundle | None] = {}  # By architecture. None after an error or without a file.
-        self._loaded: dict[tuple[str, torch.device], BundledBinary] = {}
+        self._of_database = of_database
+        self._open: dict[str, list[Bundle]] = {}  # By architecture, in order. Without those with an error.
+        self._loaded: dict[tuple[str, str, torch.device], BundledBinary] = {}
 
     @functools.cached_property
     def _driver(self) -> Driver:
@@ -82,71 +101,77 @@ class Bundles:
 
         return self._given or Driver()
 
-    def find(self, record: Record, specialization: Specialization, target: Target) -> Entry | None:
+    def of(self, target: Target) -> list[Bundle]:
+        """Returns the bundles for a GPU, in the order of look-up. Warns once of those with an error."""
+        if target.arch not in self._open:
+            self._open[target.arch] = [*self._opened(target)] if target.is_nvidia else []
+        return self._open[target.arch]
+
+    def find(self, record: Record, specialization: Specialization, target: Target) -> Located | None:
         """Returns the verified entry of a record's kernel, or None.
 
-        No driver compiles machine code again, so a receipt holds under all drivers. Warns once of a bundle
-        that cannot be used.
+        No driver compiles machine code again, so a receipt holds under all drivers.
         """
-        entry = self.entry(lambda: recipe_of(record, specialization), target)
-        if entry is None:
+        if not self.of(target):
             return None
-        machine = entry.machine
-        held = ((receipt.machine, receipt.target) for receipt in entry.receipts)
-        return entry if (machine, target.name) in held else None
+        for located in self.entries(recipe_of(record, specialization), target):
+            receipts = {(receipt.machine, receipt.target) for receipt in located.entry.receipts}
+            if receipts and (located.entry.machine, target.name) in receipts:
+                return located
+        return None
 
-    def entry(self, recipe: Callable[[], str], target: Target) -> Entry | None:
-        """Returns the entry of a recipe, verified or not, or None. Warns once of an unusable bundle."""
-        bundle = self._bundle(target)
-        if bundle is None:
-            return None
-        try:
-            return bundle.entry_of_recipe(recipe())
-        except BundleError as error:
-            self._forget(target, error)
-            return None
+    def entries(self, recipe: str, target: Target) -> Iterator[Located]:
+        """Yields the entries of a recipe, verified or not."""
+        for bundle in self.of(target):
+            try:
+                entry = bundle.entry_of_recipe(recipe)
+            except BundleError as error:
+                self._forget(target, bundle, error)
+                continue
+            if entry is not None:
+                yield Located(entry, bundle)
 
-    def load(self, entry: Entry, target: Target, device: torch.device) -> BundledBinary | None:
+    def load(self, located: Located, target: Target, device: torch.device) -> BundledBinary | None:
         """Returns the code of an entry on a device. None after an error, of which it warns."""
         from flashtune.launch.bundle_binding import BundledBinary, load_entry
 
-        bundle = self._open[target.arch]
-        binary = self._loaded.get((entry.kernel, device))
-        if binary is None and bundle is not None:
+        entry, bundle = located
+        key = bundle.where, entry.kernel, device
+        binary = self._loaded.get(key)
+        if binary is None:
             try:
                 functions = load_entry(entry, bundle.code, self._driver, device)
             except (BundleError, KernelError) as error:
-                self._forget(target, error)
+                self._forget(target, bundle, error)
                 return None
-            binary = self._loaded[entry.kernel, device] = BundledBinary(entry, functions, self._driver)
+            binary = self._loaded[key] = BundledBinary(entry, functions, self._driver)
         return binary
 
-    def is_open(self, target: Target) -> bool:
-        """Whether there is a bundle for a GPU."""
-        return self._bundle(target) is not None
-
-    def _bundle(self, target: Target) -> Bundle | None:
-        if target.arch not in self._open:
-            self._open[target.arch] = self._opened(target)
-        return self._open[target.arch]
-
-    def _opened(self, target: Target) -> Bundle | None:
+    def _opened(self, target: Target) -> Iterator[Bundle]:
+        """Yields the bundles for a target. Warns of those with an error."""
+        database = self._of_database(target.arch)
         try:
-            path = bundle_path(target.capability) if target.is_nvidia else None
-            if path is None:
-                return None
+            paths = bundle_paths(target.capability, database)
+        except UsageError as error:
+            _warn(error)
+            return
+        for path in paths:
             from flashtune.bundle.bundle_file import open_bundle
 
-            bundle = open_bundle(path)
-            if bundle.index.arch != target.arch:
-                raise BundleError(
-                    f"the bundle {path} is for {bundle.index.arch}, not for {target.arch}: name another one"
-                )
-        except UsageError as error:
-            self._forget(target, error)
-            return None
-        return bundle
+            try:
+                bundle = open_bundle(path, own=path == database)
+                if bundle.index.arch != target.arch:
+                    raise BundleError(
+                        f"the bundle {path} is for {bundle.index.arch}, not for {target.arch}: use another"
+                    )
+                yield bundle
+            except BundleError as error:
+                _warn(error)
 
-    def _forget(self, target: Target, error: Exception) -> None:
-        self._open[target.arch] = None
-        warn_once("bundle", f"{error} (until then kernels are compiled)")
+    def _forget(self, target: Target, bundle: Bundle, error: Exception) -> None:
+        self._open[target.arch] = [other for other in self._open[target.arch] if other is not bundle]
+        _warn(error)
+
+
+def _warn(error: Exception) -> None:
+    warn_once("bundle", f"{error} (until then kernels are compiled)")

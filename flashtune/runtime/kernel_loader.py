@@ -66,10 +66,12 @@ class KernelLoader:
         """
         record = selection.record
         assert record.config is not None
-        entry = self.bundles.find(record, key.specialization, target)
-        loaded = entry and self.bundles.load(entry, target, key.device)
-        if entry is not None and loaded is not None:
-            return LoadedKernel(bundled_kernel(entry, record, key.specialization), target, loaded)
+        # A bundle that fails is not used again.
+        while (located := self.bundles.find(record, key.specialization, target)) is not None:
+            loaded = self.bundles.load(located, target, key.device)
+            if loaded is not None:
+                kernel = bundled_kernel(located.entry, record, key.specialization)
+                return LoadedKernel(kernel, target, loaded)
         require_triton()
         kernel = self.kernel_of(record, key.specialization, target)
         if selection.proves(kernel.digest):
@@ -129,8 +131,8 @@ class KernelLoader:
         key = out.dtype, target, request.device
         binary = self.clearing.get(key)
         if binary is None:
-            entry = self.bundles.entry(lambda: tail_recipe(out.dtype), target)
-            binary = entry and self.bundles.load(entry, target, request.device)
+            located = next(self.bundles.entries(tail_recipe(out.dtype), target), None)
+            binary = located and self.bundles.load(located, target, request.device)
             if binary is None:
                 from flashtune.launch.tail_kernel import compile_clear
 

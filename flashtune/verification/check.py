@@ -7,11 +7,13 @@ The first check of a process imports modules and loads torch's CUDA kernels. Thi
 itself and does not depend on the kernel. `preload` does it while the kernel compiles.
 """
 
+from __future__ import annotations
+
 import contextlib
 import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 import torch
@@ -32,6 +34,9 @@ from flashtune.verification.comparison import Finding
 from flashtune.verification.inputs.prepared import next_seed
 from flashtune.verification.passes import case_findings, forget, planned_cases
 from flashtune.verification.probes import Probe
+
+if TYPE_CHECKING:
+    from flashtune.launch.bundle_binding import BundledBinary
 
 INTERPRETER = "interpreter"
 # The ratio that a verdict stores for a result that is not finite. JSON has no infinity.
@@ -86,7 +91,7 @@ def check_rendered(
     level: Level = Level.FULL,
     *,
     seed: int | None = None,
-    compiled: Binary | None = None,
+    compiled: Binary | BundledBinary | None = None,
 ) -> Verdict:
     """Verifies a rendered kernel as `check_kernel` does; `compiled` is its binary if there is one already."""
     seed = next_seed() if seed is None else seed

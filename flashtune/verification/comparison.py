@@ -31,6 +31,8 @@ from flashtune.verification.inputs.prepared import Prepared
 from flashtune.verification.tolerance import worst_ratio
 
 if TYPE_CHECKING:
+    from flashtune.launch.bundle_binding import BundledBinary
+
     # Loaded for a backward pass alone.
     from flashtune.verification.gradients.inputs import Prepared as PreparedGradients
 
@@ -62,7 +64,7 @@ class Pass(NamedTuple):
 
 def launch_findings(
     kernel: Kernel,
-    compiled: Binary | None,
+    compiled: Binary | BundledBinary | None,
     case: Case,
     pass_: Pass,
     target: Target,

@@ -4,8 +4,11 @@ The modules of `gradients` are imported only for a backward pass, so that the fi
 does not load them.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -21,6 +24,9 @@ from flashtune.verification.cases import Case, Level
 from flashtune.verification.comparison import Finding, forward_pass, launch_findings
 from flashtune.verification.inputs import prepared
 from flashtune.verification.inputs.prepared import STEPS_PER_SEED
+
+if TYPE_CHECKING:
+    from flashtune.launch.bundle_binding import BundledBinary
 
 STRICT_REPEATS = 50
 # Number of cases with block tables whose unused entries fault when they are used.
@@ -64,7 +70,7 @@ def _cases(problem: Problem) -> ModuleType:
 
 def case_findings(
     kernel: Kernel,
-    binary: Binary | None,
+    binary: Binary | BundledBinary | None,
     case: Case,
     seed: int,
     target: Target,

@@ -9,6 +9,7 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
+from flashtune.bundle.records import Entry
 from flashtune.core.errors import FlashtuneError
 from flashtune.core.record import Measurement, Outcome, Provenance, Verdict
 from flashtune.templates.registry import find_family
@@ -17,6 +18,8 @@ from flashtune.tuner.execution.compile_pool import Compiled
 from flashtune.tuner.perf_model.prediction import expected_ms, shipped_fit
 
 Result = TypeVar("Result")
+# An entry of a bundle with its machine code by SHA-256, or nothing.
+MachineCode = tuple[tuple[Entry, dict[str, bytes]], ...]
 
 
 class DeviceLostError(FlashtuneError):
@@ -60,6 +63,10 @@ class Measurer(Protocol):
         """Verifies a candidate with schedule fuzzing. The result is None if it cannot be fuzzed."""
         ...
 
+    def machine_code(self, scope: SearchTask, candidate: Candidate) -> Future[MachineCode]:
+        """Returns a verified candidate as an entry of a bundle, or nothing if it cannot be one."""
+        ...
+
 
 def lost_device(device: int, reason: str) -> DeviceLostError:
     """Returns the error for a GPU that cannot be used, with the reason."""
@@ -101,6 +108,11 @@ class Predictor:
         """Returns None, because schedule fuzzing needs a GPU."""
         del scope, candidate
         return _done(None)
+
+    def machine_code(self, scope: SearchTask, candidate: Candidate) -> Future[MachineCode]:
+        """Returns nothing, because nothing was verified."""
+        del scope, candidate
+        return _done(())
 
 
 def _done(result: Result) -> Future[Result]:

@@ -11,24 +11,29 @@ from typing import NoReturn
 
 import torch
 
-from flashtune.core.errors import KernelError, MachineError
+from flashtune.bundle.driver import Driver
+from flashtune.core.errors import BundleError, KernelError, MachineError
 from flashtune.core.kernel import Specialization
 from flashtune.core.machine import machine_errors
 from flashtune.core.problem import Problem
 from flashtune.core.record import Measurement, Outcome
 from flashtune.core.target import Target
+from flashtune.dispatch.versions import current_versions
+from flashtune.launch.binding import compile_binary
+from flashtune.launch.bundle_binding import BundledBinary, load_entry
+from flashtune.launch.bundle_entries import entry_of
 from flashtune.launch.compilation import first_line
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from flashtune.tuner.candidates import Candidate
 from flashtune.tuner.execution.compile_pool import MAX_MESSAGE
-from flashtune.tuner.execution.evaluation import Evaluation, lost_device
+from flashtune.tuner.execution.evaluation import Evaluation, MachineCode, lost_device
 from flashtune.tuner.execution.inputs import Tensors, make_tensors
 from flashtune.tuner.execution.processes import lacked_memory
 from flashtune.tuner.execution.timed_runs import kernel_run, run_finals
 from flashtune.tuner.execution.timing import clock_probe, measure, once
 from flashtune.verification.cases import Level
-from flashtune.verification.check import check_delayed, check_kernel, preload
+from flashtune.verification.check import check_delayed, check_kernel, check_rendered, preload
 from flashtune.verification.passes import forget
 
 # Errors that break a CUDA context. Each has an exit code.
@@ -150,6 +155,34 @@ def evaluate_late(
     assert verdict is not None
     outcome = Outcome.OK if verdict.passed else Outcome.WRONG_RESULT
     return Evaluation(outcome, verdict, message=verdict.failed)
+
+
+@machine_errors()
+def machine_code_of(
+    problem: Problem, candidate: Candidate, specialization: Specialization, target: Target, index: int
+) -> MachineCode:
+    """Returns a verified candidate as an entry of a bundle, after a short verification of the entry's launch.
+
+    Returns nothing if bundles cannot express the launch or the entry fails. Exits the process if the CUDA
+    context broke.
+    """
+    prepare(index)
+    device = torch.device("cuda", index)
+    kernel = render(find_family(candidate.family), problem, candidate.config, specialization)
+    ptxas = current_versions(candidate.family).ptxas
+    try:
+        entry, codes = entry_of(kernel, problem, compile_binary(kernel, target), ptxas)
+        driver = Driver()
+        binary = BundledBinary(entry, load_entry(entry, codes.__getitem__, driver, device), driver)
+        verdict = check_rendered(
+            kernel, problem, candidate.config, target, device, Level.QUICK, compiled=binary
+        )
+    except MachineError:
+        raise
+    except (BundleError, KernelError, RuntimeError) as error:
+        leave_if_broken(device, error)
+        return ()
+    return ((entry, codes),) if verdict.passed else ()
 
 
 def _roomy_tensors(problem: Problem, device: torch.device, lse: bool) -> Tensors:

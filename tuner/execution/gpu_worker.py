@@ -9,12 +9,13 @@ from flashtune.core.errors import MachineError
 from flashtune.core.record import Measurement, Outcome, Provenance
 from flashtune.tuner.candidates import Candidate, SearchTask
 from flashtune.tuner.execution.compile_pool import COMPILE_SECONDS, Compiled, build_late
-from flashtune.tuner.execution.evaluation import Evaluation, lost_device
+from flashtune.tuner.execution.evaluation import Evaluation, MachineCode, lost_device
 from flashtune.tuner.execution.gpu_jobs import (
     DELAYED,
     evaluate_candidate,
     evaluate_late,
     fatal_error,
+    machine_code_of,
     prepare,
     time_finalists,
     warm_up,
@@ -110,6 +111,17 @@ class GpuWorker:
             _pass_on(done, settled, () if failure_of(done) else None)
 
         self._worker.supervise(time_finalists, arguments, FINALS_SECONDS, settled, settle)
+        return settled
+
+    def machine_code(self, scope: SearchTask, candidate: Candidate) -> Future[MachineCode]:
+        """Queues the making of an entry of a bundle. The result is empty if its process is lost."""
+        arguments = (scope.problem, candidate, scope.specialization, scope.target, self._device)
+        settled: Future[MachineCode] = Future()
+
+        def settle(done: Future[MachineCode]) -> None:
+            _pass_on(done, settled, () if failure_of(done) else None)
+
+        self._worker.supervise(machine_code_of, arguments, self._patience(scope), settled, settle)
         return settled
 
     def _run(

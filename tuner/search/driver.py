@@ -15,6 +15,7 @@ from flashtune.tuner.execution.backend import SearchWorkers, open_workers
 from flashtune.tuner.execution.evaluation import DeviceLostError
 from flashtune.tuner.perf_model.prediction import shipped_fit
 from flashtune.tuner.search.finals import COMPILED_AHEAD, prove_choice, run_finals, selected
+from flashtune.tuner.search.machine_code import store_machine_code
 from flashtune.tuner.search.pipeline import Pipeline
 from flashtune.tuner.search.policy import Policy, SearchContext, default_policy
 from flashtune.tuner.search.ranking import promising
@@ -76,7 +77,10 @@ def run_search(
             # A verified and timed kernel can be selected without finals and schedule fuzzing.
             _pin(store, request, journal)
             raise
-    best, fallback, pinned = _pin(store, request, journal)
+        best, fallback, pinned = _pin(store, request, journal)
+        if pinned and measures.provenance is Provenance.MEASURED and request.target.is_nvidia:
+            rows = [row for row in dict.fromkeys((best, fallback)) if row is not None]
+            store_machine_code(scope, rows, tools, store)
     reporter.report(Phase.DONE)
     return SearchResult(
         problem=request.problem,

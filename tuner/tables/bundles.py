@@ -124,7 +124,7 @@ def build(
         passed = sorted(receipts.get(digest, {}).items())
         bound = tuple(Receipt(entry.machine, *where, check.verdict) for where, check in passed)
         entries.append(msgspec.structs.replace(entry, receipts=bound))
-    for dtype in CLEARED:
+    for dtype in CLEARED if any(need.problem.packed for need in kernels.values()) else ():
         entry, its_codes = tail_entry(dtype, target, ptxas_version())
         codes |= its_codes
         entries.append(entry)

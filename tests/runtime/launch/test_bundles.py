@@ -20,7 +20,7 @@ from flashtune.dispatch.bound_request import KernelKey
 from flashtune.launch.binding import bind, compile_binary
 from flashtune.launch.bundle_binding import BundledBinary
 from flashtune.launch.bundle_entries import entry_of, tail_entry
-from flashtune.launch.bundles import VARIABLE, Bundles, bundle_path, bundled_kernel, recipe_of
+from flashtune.launch.bundles import VARIABLE, Bundles, bundle_paths, bundled_kernel, recipe_of
 from flashtune.launch.compiler_process import CompilerProcess
 from flashtune.launch.kernel_cache import kernel_of
 from flashtune.launch.tensors import ForwardTensors
@@ -29,6 +29,7 @@ from flashtune.runtime import kernel_loader
 from flashtune.runtime.kernel_loader import KernelLoader
 from tests.emulator.cuda_library import CudaLibrary
 from tests.support.records import CONTIGUOUS, VERDICT, make_record
+from tests.support.values import present
 
 H200 = find_target("h200")
 CPU = torch.device("cpu", 0)
@@ -73,10 +74,10 @@ def test_verified_kernel_is_launched_without_its_source(path: Path, entry: Any, 
     bundles = Bundles(Driver(library))
     found = bundles.find(record, CONTIGUOUS, H200)
     assert found is not None
-    assert found == entry[0]
+    assert found.entry == entry[0]
     binary = bundles.load(found, H200, CPU)
     assert binary is not None
-    kernel = bundled_kernel(found, record, CONTIGUOUS)
+    kernel = bundled_kernel(found.entry, record, CONTIGUOUS)
     assert (kernel.source, kernel.digest) == ("", record.kernel)
     q, k, v, out = (torch.zeros(1, 4, 256, 64, dtype=torch.float16) for _ in range(4))
     bind(kernel, H200, ForwardTensors(q, k, v, out), compiled=binary)((q, k, v, out, None), 0.125)
@@ -125,7 +126,7 @@ def test_rows_after_packed_sequences_are_cleared_by_the_kernel_of_a_bundle(
 def test_kernel_of_another_length_is_found_by_its_recipe(path: Path, entry: Any, record: Record) -> None:
     bundles = Bundles(Driver(CudaLibrary()))
     untuned = msgspec.structs.replace(record, problem=OTHER, kernel=None)
-    assert bundles.find(untuned, CONTIGUOUS, H200) == entry[0]
+    assert present(bundles.find(untuned, CONTIGUOUS, H200)).entry == entry[0]
     with_lse = msgspec.structs.replace(CONTIGUOUS, lse=True)
     assert bundles.find(record, with_lse, H200) is None
 
@@ -175,12 +176,34 @@ def test_damaged_code_or_failed_load_is_compiled_instead(path: Path, entry: Any,
 
 def test_without_a_bundle_nothing_is_found(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
-    assert bundle_path(90) is None
+    assert bundle_paths(90, None) == []
     assert Bundles().find(record, CONTIGUOUS, H200) is None
 
 
-def test_installed_package_of_data_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)
-    (tmp_path / "flashtune_kernels_sm90").mkdir()
+def test_named_bundle_comes_before_those_of_the_database_and_of_a_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named, database = tmp_path / "named.bundle", tmp_path / "database.bundle"
+    package = tmp_path / "flashtune_kernels_sm90"
+    package.mkdir()
     monkeypatch.syspath_prepend(tmp_path)
-    assert bundle_path(90) == tmp_path / "flashtune_kernels_sm90" / "kernels.bundle"
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert bundle_paths(90, database) == [package / "kernels.bundle"], "the database has no bundle"
+    database.touch()
+    monkeypatch.setenv(VARIABLE, str(named))
+    assert bundle_paths(90, database) == [named, database, package / "kernels.bundle"]
+
+
+def test_bundle_of_the_database_serves_unless_another_user_can_write_it(
+    path: Path, entry: Any, record: Record, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    database = path.rename(tmp_path / "database.bundle")
+    path.write_bytes(dump_bundle("sm_90", "1.0", [], {}))
+    made = Bundles(Driver(CudaLibrary()), lambda arch: database)
+    found = present(made.find(record, CONTIGUOUS, H200))
+    assert (found.entry, found.bundle.where) == (entry[0], str(database))
+    assert made.load(found, H200, CPU) is not None
+    database.chmod(0o666)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert Bundles(of_database=lambda arch: database).find(record, CONTIGUOUS, H200) is None

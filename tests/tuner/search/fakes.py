@@ -20,7 +20,7 @@ from flashtune.core.record import Measurement, Outcome, PeerTime, Provenance, Re
 from flashtune.templates.forward_q_outer.space import Loads, QOuterConfig
 from flashtune.tuner.candidates import Candidate, SearchTask
 from flashtune.tuner.execution.compile_pool import Compiled
-from flashtune.tuner.execution.evaluation import Evaluation
+from flashtune.tuner.execution.evaluation import Evaluation, MachineCode
 from flashtune.tuner.execution.machine_probe import Probe
 from flashtune.tuner.search.ranking import Ranked
 
@@ -109,6 +109,7 @@ class FakeMeasurer:
         self.seen: list[Candidate] = []
         self.limits: list[float | None] = []
         self.entrants: list[tuple[Candidate, ...]] = []
+        self.codes: dict[Candidate, MachineCode] = {}
 
     def evaluate(
         self, scope: SearchTask, candidate: Candidate, compiled: Compiled, drop_above_ms: float | None
@@ -140,6 +141,9 @@ class FakeMeasurer:
     def evaluate_delayed(self, scope: SearchTask, candidate: Candidate) -> Future[Evaluation | None]:
         self.delayed.append(candidate)
         return done(self.judge_delayed(candidate))
+
+    def machine_code(self, scope: SearchTask, candidate: Candidate) -> Future[MachineCode]:
+        return done(self.codes.get(candidate, ()))
 
 
 def right(ms: float) -> Evaluation:

@@ -14,7 +14,9 @@ from flashtune.core.mask_sharing import MaskSharing
 from flashtune.core.problem import Bias, Causal, Dtype
 from flashtune.core.record import Outcome, Provenance
 from flashtune.core.target import device_target
+from flashtune.db.location import bundle_file
 from flashtune.db.store import Store
+from flashtune.launch.bundles import Bundles, bundled_kernel
 from flashtune.templates.forward_q_outer.space import Loads, QOuterConfig
 from flashtune.templates.registry import find_family
 from flashtune.tuner.bench.bench import run_bench
@@ -30,7 +32,7 @@ from flashtune.tuner.search.driver import run_search
 from flashtune.tuner.search.request import Budget, SearchRequest
 from flashtune.tuner.workloads.models import backward_of, forward_of
 from flashtune.verification.cases import Level
-from flashtune.verification.check import check_kernel
+from flashtune.verification.check import check_kernel, check_rendered
 from tests.tuner.search import fakes
 from tests.tuner.search.fakes import FAMILY, a_config, a_problem
 
@@ -57,6 +59,23 @@ def test_search_selects_a_verified_kernel_and_times_baselines(store: Store) -> N
     assert result.best.measurement.samples >= 20
     assert "sdpa-flash" in {peer.name for peer in result.best.measurement.peers}
     assert result.is_selected
+
+
+def test_next_process_loads_the_machine_code_of_a_search(store: Store, device: torch.device) -> None:
+    problem, target = a_problem(dtype=Dtype.BF16, seqlen_q=1024, seqlen_kv=1024), device_target(0)
+    record = run_search(
+        SearchRequest(problem=problem, target=target, device=0, budget=Budget(6, None, None)), store
+    ).best
+    assert record is not None
+    assert record.config is not None
+    bundles = Bundles(of_database=lambda arch: bundle_file(store.url, arch))
+    located = bundles.find(record, record.specialization, target)
+    assert located is not None
+    binary = bundles.load(located, target, device)
+    assert binary is not None
+    kernel = bundled_kernel(located.entry, record, record.specialization)
+    assert (kernel.source, kernel.digest) == ("", record.kernel)
+    assert check_rendered(kernel, problem, record.config, target, device, compiled=binary).passed
 
 
 @pytest.mark.slow

@@ -1,0 +1,90 @@
+"""Adds kernels to a bundle that several processes write."""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from flashtune.bundle.bundle_file import (
+    Bundle,
+    Frame,
+    Index,
+    Piece,
+    assembled,
+    bundle_of,
+    dump_bundle,
+    open_bundle,
+)
+from flashtune.bundle.records import Entry
+from flashtune.core.errors import BundleError
+from flashtune.core.files import alone_with, replace_file
+
+LOCK_SECONDS = 10
+# Larger files start anew.
+MAX_BYTES = 256 * 1024 * 1024
+
+
+def add_entries(
+    path: Path,
+    arch: str,
+    version: str,
+    entries: Iterable[Entry],
+    codes: Mapping[str, bytes],
+    recipes: Collection[str],
+) -> None:
+    """Adds kernels to a file, and removes kernels that have none of some recipes.
+
+    Readers have the old or the new file. Another architecture's, a damaged, another user's or a large file is
+    replaced by one with the new kernels.
+
+    Raises:
+        OSError: The folder cannot be written.
+        TimeoutError: Another process holds the lock.
+    """
+    added = bundle_of(dump_bundle(arch, version, entries, codes), str(path))
+    with alone_with(Path(f"{path}.lock"), LOCK_SECONDS):
+        content = joined((added,), recipes)
+        if path.exists():
+            try:
+                earlier = open_bundle(path, own=True)
+                if earlier.index.arch == arch and earlier.index.size <= MAX_BYTES:
+                    content = joined((added, earlier), recipes)
+            except (BundleError, LookupError):
+                pass
+        replace_file(path, content, 0o644)
+
+
+def joined(bundles: Sequence[Bundle], recipes: Collection[str]) -> bytes:
+    """Returns the file of all kernels that have one of some recipes. Frames are copied as they are.
+
+    If several bundles have a recipe, the first one's kernel serves it.
+    """
+    entries: dict[str, Frame] = {}
+    groups: list[Frame] = []
+    codes: dict[str, Piece] = {}
+    kernels: dict[str, str] = {}  # By recipe.
+    frames: list[bytes] = []
+    size = 0
+
+    def copied(bundle: Bundle, frame: Frame) -> Frame:
+        nonlocal size
+        frames.append(bundle.packed(frame))
+        size += frame.size
+        return msgspec.structs.replace(frame, offset=size - frame.size)
+
+    for bundle in bundles:
+        index = bundle.index
+        kernels = {name: kernel for name, kernel in index.recipes.items() if name in recipes} | kernels
+        numbers: dict[int, int] = {}  # Of copied groups, by their numbers in this bundle.
+        for kernel in sorted(index.entries.keys() - entries.keys() & set(kernels.values())):
+            entry = bundle.entry(kernel)
+            assert entry is not None
+            entries[kernel] = copied(bundle, index.entries[kernel])
+            for code in sorted({stage.code for stage in entry.stages} - codes.keys()):
+                piece = index.codes[code]
+                if piece.group not in numbers:
+                    numbers[piece.group] = len(groups)
+                    groups.append(copied(bundle, index.groups[piece.group]))
+                codes[code] = msgspec.structs.replace(piece, group=numbers[piece.group])
+    first = bundles[0].index
+    return assembled(Index(first.arch, first.flashtune, size, entries, tuple(groups), codes, kernels), frames)
