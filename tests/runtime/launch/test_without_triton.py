@@ -46,7 +46,9 @@ with emulated_gpu() as library:
     q, k = empty(16384, 32, 64), empty(16384, 8, 64)
     starts = torch.zeros(17, dtype=torch.int32)
     flashtune.attention_varlen(q, k, k, starts, starts, 4096, 4096, causal=True, prefer="generated")
-print(*[launched.function for launched in library.launches])
+    print(*[launched.function for launched in library.launches])
+    q, k, v = (empty(8, 16, 2048, 128) for _ in range(3))
+    print(flashtune.explain(q, k, v, causal=True, prefer="generated"))
 print(*sorted({"jinja2", "optuna", "sqlalchemy", "flashtune.verification.check"} & sys.modules.keys()))
 """
 
@@ -75,9 +77,11 @@ def test_calls_run_from_a_bundle_without_triton_a_compiler_or_a_home_folder(tmp_
         capture_output=True, text=True, check=False, cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    launched, imported = done.stdout.split("\n")[:2]
+    launched, *explained, imported = done.stdout.splitlines()
     assert launched.split() == [
         "forward_hopper", "prepare", "backward_hopper", "finish", "decode_split_kv", "combine",
         "forward_masked",
     ]  # fmt: skip
+    assert f"  its machine code is from bundle {path}" in explained
+    assert any(line.endswith("; timed") for line in explained)
     assert imported == ""
