@@ -6,6 +6,7 @@ installed packages are read here too, also of packages without metadata: vendore
 
 import contextlib
 import errno
+import functools
 import importlib.util
 import os
 import re
@@ -56,7 +57,10 @@ TOO_MANY = "too many files are open: raise the limit (`ulimit -n`), or use fewer
 # The libraries of torch and Triton. At least this fraction of their bytes is loaded.
 LIBRARIES = (("torch", "lib/*.so*"), ("triton", "_C/*.so"))
 LOADED_SHARE = 0.75
+# Value of the version of software that is not installed.
+NOT_INSTALLED = "none"
 TRITON_VERSION = re.compile(r"^__version__ = ['\"](.+)['\"]$", re.MULTILINE)
+PTXAS_RELEASE = re.compile(r"release (\d+\.\d+)")
 
 
 def machine_fault(error: BaseException) -> str | None:
@@ -368,10 +372,33 @@ def torch_version() -> str:
 
 
 def triton_version() -> str:
-    """Returns `triton.__version__`, without importing Triton if the version is in its source."""
-    spec = None if "triton" in sys.modules else importlib.util.find_spec("triton")
-    if spec is not None and spec.origin is not None and Path(spec.origin).is_file():
+    """Returns `triton.__version__`, without importing Triton if the version is in its source.
+
+    Returns `none` if Triton is not installed.
+    """
+    spec = importlib.util.find_spec("triton")
+    if spec is None:
+        return NOT_INSTALLED
+    if spec.origin is not None and Path(spec.origin).is_file():
         stated = TRITON_VERSION.search(Path(spec.origin).read_text(encoding="utf-8"))
         if stated is not None:
             return stated[1]
     return str(importlib.import_module("triton").__version__)
+
+
+@functools.cache
+def ptxas_version() -> str:
+    """Returns the version of the ptxas that Triton runs for Hopper, without importing Triton.
+
+    Returns `none` if there is no such program.
+    """
+    spec = importlib.util.find_spec("triton")
+    folders = (spec and spec.submodule_search_locations) or ()
+    named = filter(None, [os.environ.get("TRITON_PTXAS_PATH")])
+    for path in (*named, *(f"{folder}/backends/nvidia/bin/ptxas" for folder in folders)):
+        with machine_errors(), contextlib.suppress(FileNotFoundError, subprocess.CalledProcessError):
+            said = subprocess.check_output([path, "--version"], stderr=subprocess.STDOUT, text=True)
+            stated = PTXAS_RELEASE.search(said)
+            if stated is not None:
+                return stated[1]
+    return NOT_INSTALLED

@@ -6,7 +6,7 @@ shapes, and a family's default config.
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from flashtune.core.canonical import without
 from flashtune.core.errors import ProblemError
@@ -33,6 +33,7 @@ from flashtune.dispatch.nearest import (
 )
 from flashtune.dispatch.tables import Tables
 from flashtune.dispatch.versions import current_versions
+from flashtune.launch.bundles import Bundles
 from flashtune.launch.compilation import interpreting
 from flashtune.templates.family import Family, unsupported_reason
 from flashtune.templates.registry import families, find_family
@@ -57,12 +58,22 @@ PORTABLE_BLOCKS, PORTABLE_FACTOR = 128, 1.3
 
 
 def select(
-    problem: Problem, target: Target, tables: Tables, specialization: Specialization, *, generated: bool
+    problem: Problem,
+    target: Target,
+    tables: Tables,
+    specialization: Specialization,
+    *,
+    generated: bool,
+    bundles: Bundles | None = None,
 ) -> Selection:
     """Returns the selection for a problem on a GPU.
 
     A family that requires more than the specialization is not selected. With `generated`, no baseline is.
+    At untuned shapes, kernels of `bundles` are preferred to kernels that are about as fast.
     """
+    is_bundled: Callable[[Record], bool] | None = None
+    if bundles is not None and bundles.of(target):
+        is_bundled = lambda record: bundles.find(record, specialization, target) is not None  # noqa: E731
 
     def serves(record: Record) -> bool:
         if record.config is None:
@@ -74,10 +85,10 @@ def select(
         source, record = entry
         return _selected(record, source, VerificationStatus.TIMED)
     tuned = tuple(record for record in tables.effective() if record.config)
-    expected = forecast(problem, tuned, target, serves)
+    expected = forecast(problem, tuned, target, serves, is_bundled)
     if expected is None:
         default = default_selection(problem, target, specialization)
-        expected = forecast_related(problem, tuned, target, serves, default.record.family)
+        expected = forecast_related(problem, tuned, target, serves, default.record.family, is_bundled)
     if expected is not None and not _is_new_phase(problem, *expected):
         record, why = expected
         return _selected(record, "estimated", VerificationStatus.VERIFIED, why)

@@ -5,19 +5,22 @@ from collections.abc import Callable
 import torch
 
 from flashtune.core.target import Target, device_target
+from flashtune.db.location import database_bundle
 from flashtune.dispatch.masked_sdpa import MaskTrials
 from flashtune.dispatch.sdpa import chosen_backend
 from flashtune.dispatch.tables import Tables, tuned_records
+from flashtune.launch.bundles import Bundles
 
 
 class Platform:
-    """The GPUs, their tuned records, and the backend that SDPA selects. Tests pass others."""
+    """The GPUs, their tuned records and bundles, and the backend that SDPA selects. Tests pass others."""
 
     records: Callable[[str], Tables] = staticmethod(tuned_records)
     sdpa_backend = staticmethod(chosen_backend)
 
     def __init__(self) -> None:
         self.mask_trials = MaskTrials(self.sdpa_backend)
+        self.bundles = Bundles(of_database=database_bundle)
 
     def target(self, device: torch.device) -> Target:
         """Returns the GPU of a device, which is the current one without an index."""

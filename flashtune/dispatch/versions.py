@@ -3,14 +3,13 @@
 from pathlib import Path
 
 from flashtune.core import VERSION
-from flashtune.core.machine import torch_version, triton_version
+from flashtune.core.machine import NOT_INSTALLED, ptxas_version, torch_version, triton_version
 from flashtune.core.record import Versions
 from flashtune.templates.registry import template_hash
 
 NVIDIA_DRIVER = Path("/sys/module/nvidia/version")
-HOPPER = 90
 # Value of the driver's version if there is no driver.
-NO_DRIVER = "none"
+NO_DRIVER = NOT_INSTALLED
 
 
 def current_versions(family_name: str) -> Versions:
@@ -20,7 +19,7 @@ def current_versions(family_name: str) -> Versions:
         template=template_hash(family_name),
         torch=torch_version(),
         triton=triton_version(),
-        ptxas=_ptxas_version(),
+        ptxas=ptxas_version(),
         driver=driver_version(),
     )
 
@@ -31,13 +30,3 @@ def driver_version() -> str:
         return NVIDIA_DRIVER.read_text(encoding="ascii").strip()
     except OSError:
         return NO_DRIVER
-
-
-def _ptxas_version() -> str:
-    """Returns the version of the ptxas that Triton runs for Hopper, of those that it contains."""
-    from triton.backends.nvidia.compiler import get_ptxas
-
-    from flashtune.core.machine import machine_errors
-
-    with machine_errors():
-        return str(get_ptxas(HOPPER).version)

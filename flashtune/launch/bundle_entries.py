@@ -16,8 +16,12 @@ from flashtune.core.features.records import ExtraInputs
 from flashtune.core.kernel import Argument, Kernel
 from flashtune.core.layouts import TORCH_DTYPES
 from flashtune.core.problem import Problem
+from flashtune.core.target import Target
 from flashtune.launch.binding import Binary, LaunchPlan, descriptors_of, plan_launch
+from flashtune.launch.packed_tail import GRID, INTEGERS, PLAN, tail_recipe
+from flashtune.launch.packed_tail import NULL as NULL_POSITION
 from flashtune.launch.symbols import Program, contiguous, read_tensor, symbolic_module
+from flashtune.launch.tail_kernel import clear_tail, compile_clear
 from flashtune.launch.tensors import BackwardTensors, ForwardTensors
 from flashtune.launch.workspaces import FLOAT32
 
@@ -32,6 +36,8 @@ ELEMENT_TYPES = {8: 10, 9: 8, 10: 9}
 # Kernels with other values need a launch that bundles do not describe.
 UNSUPPORTED = {"num_ctas": 1, "launch_cooperative_grid": False, "profile_scratch_size": 0, "tmem_size": 0}
 NULL = 0
+# The name in place of a family.
+TAIL = "packed_tail"
 
 
 class LaunchProgram(NamedTuple):
@@ -105,6 +111,26 @@ def entry_of(
     version = binary[kernel.entry].metadata.triton_version
     entry = Entry(kernel.digest, kernel.family, tuple(stages), plan, version, ptxas, tuple(sorted(recipes)))
     return check_entry(entry), codes
+
+
+def tail_entry(dtype: torch.dtype, target: Target, ptxas: str) -> tuple[Entry, dict[str, bytes]]:
+    """Returns the entry of the kernel that clears rows after packed sequences, for outputs of a type.
+
+    Compiled by Triton it has no self-check, so its entry needs no receipt.
+    """
+    compiled = compile_clear(dtype, target)
+    code = cubin.without_debug(compiled.asm["cubin"])
+    sha256 = hashlib.sha256(code).hexdigest()
+    parameters = (
+        *(Parameter("pointer", name) for name in PLAN.tensors),
+        *(Parameter("i32", value=value) for value in INTEGERS),
+        # Memory of the compiler's own, and that of a profiler.
+        *[Parameter("pointer", value=NULL_POSITION)] * 2,
+    )
+    stage = _stage(compiled, clear_tail.__name__, code, sha256, parameters, [GRID])
+    recipe = tail_recipe(dtype)
+    entry = Entry(recipe, TAIL, (stage,), PLAN, compiled.metadata.triton_version, ptxas, (recipe,))
+    return check_entry(entry), {sha256: code}
 
 
 def _descriptors(

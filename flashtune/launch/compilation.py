@@ -12,6 +12,7 @@ import importlib.machinery
 import importlib.util
 import io
 import linecache
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -185,10 +186,11 @@ def first_line(error: BaseException) -> str:
 
 @functools.cache
 def interpreting() -> bool:
-    """Returns whether Triton runs kernels on the CPU (`TRITON_INTERPRET=1`)."""
-    from triton import knobs
-
-    return bool(knobs.runtime.interpret)
+    """Returns whether Triton runs kernels on the CPU (`TRITON_INTERPRET=1`), without importing Triton."""
+    knobs: Any = sys.modules.get("triton.knobs")
+    if knobs is not None:
+        return bool(knobs.runtime.interpret)
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
 
 
 @contextlib.contextmanager

@@ -1,57 +1,61 @@
 """Clears the rows after the last packed sequence, which attention kernels do not write.
 
-Only the device knows where the last sequence ends. A kernel reads it, so that the host does not wait.
+Only the device knows where the last sequence ends. A kernel reads it, so that the host does not wait. The
+kernel comes from a bundle, otherwise from Triton.
 """
 
-# Triton passes untyped arguments: addresses and numbers.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-# ruff: noqa: ANN001, ANN201
-
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from flashtune.core.errors import KernelError, MachineError
+from flashtune.bundle.program import evaluate
+from flashtune.bundle.records import Instruction, Plan
+from flashtune.core import VERSION
 from flashtune.core.layouts import DTYPES
-from flashtune.core.machine import machine_errors
-from flashtune.core.target import Target
-from flashtune.launch.compilation import first_line
-from flashtune.launch.launcher import current_stream, queue_of
+from flashtune.launch.launcher import Queue, current_stream, queue_of
 
-# Columns that a program clears at once, and the largest number of programs.
-COLUMNS = tl.constexpr(256)
+# The largest number of programs.
 PROGRAMS = 1024
-WARPS = 4
-NUMBERS = ("sequences", "tokens", "heads", "width", "has_lse")
 # Clears an output [tokens, heads, width] and its log-sum-exp [heads, tokens], by the starts of the sequences.
 Clear = Callable[..., None]
+PLAN = Plan(
+    ("out", "lse", "starts"),
+    (
+        Instruction("size", 0, 0), Instruction("size", 0, 1), Instruction("size", 0, 2),
+        Instruction("size", 1, 0), Instruction("size", 2, 0), Instruction("const", 1),
+        Instruction("sub", 4, 5), Instruction("mul", 0, 1), Instruction("const", PROGRAMS),
+        Instruction("min", 7, 8), Instruction("max", 9, 5), Instruction("const", 0),
+    ),
+)  # fmt: skip
+# Positions of the kernel's integers (sequences, tokens, heads, width, and 0 without a log-sum-exp), of the
+# number of programs, and of a null pointer.
+INTEGERS, GRID, NULL = (6, 0, 1, 2, 3), 10, 11
 
 
-@triton.jit
-def clear_tail(out, lse, starts, sequences, tokens, heads, width, has_lse):
-    """Writes zeros to out [tokens, heads, width] and -inf to lse [heads, tokens] from the last start on."""
-    # Invalid starts may be negative.
-    first = tl.maximum(tl.load(starts + sequences), 0).to(tl.int64) * heads
-    columns = tl.arange(0, COLUMNS)
-    nothing = tl.zeros([COLUMNS], tl.float32).to(out.dtype.element_ty)
-    for row in range(first + tl.program_id(0), tokens.to(tl.int64) * heads, tl.num_programs(0)):
-        for column in range(0, width, COLUMNS):
-            tl.store(out + row * width + column + columns, nothing, mask=column + columns < width)
-        if has_lse != 0:
-            tl.store(lse + row % heads * tokens + row // heads, float("-inf"))
+def tail_recipe(dtype: torch.dtype) -> str:
+    """Returns a hash of all on which the kernel for outputs of a type depends, 32 hex digits."""
+    source = Path(__file__).with_name("tail_kernel.py").read_bytes()
+    return hashlib.sha256(f"{VERSION} {DTYPES[dtype]} ".encode() + source).hexdigest()[:32]
 
 
-def tail_clearer(compiled: Any, out: Tensor, has_lse: bool, sequences: int, device: torch.device) -> Clear:
-    """Returns the function for contiguous outputs like `out`, and loads the kernel of `compile_clear`."""
-    tokens, heads, width = out.shape
-    grid = (min(PROGRAMS, max(1, tokens * heads)),)
-    integers = (sequences, tokens, heads, width, int(has_lse))
-    queue = queue_of(compiled, grid, integers, device)
+def tail_clearer(binary: Any, out: Tensor, has_lse: bool, sequences: int, device: torch.device) -> Clear:
+    """Returns the function for contiguous outputs like `out`.
+
+    `binary` is the kernel of `compile_clear` or of a bundle.
+    """
+    sizes: list[Sequence[int]] = [out.shape, out.shape[1:2] if has_lse else (0,), (sequences + 1,)]
+    values = evaluate(PLAN, [(size, ()) for size in sizes], 1)
     index = device.index
+    if isinstance(binary, tuple):
+        (stage,), (function,) = binary.entry.stages, binary.functions
+        run = binary.driver.queue(function, stage, (values[GRID],), values, 0, index)
+        queue = Queue(run, (), (), as_one=True)
+    else:
+        queue = queue_of(binary, (values[GRID],), tuple(values[number] for number in INTEGERS), device)
 
     def clear(out: Tensor, lse: Tensor | None, starts: Tensor) -> None:
         # A call without a log-sum-exp passes another address, which the kernel does not use.
@@ -63,19 +67,3 @@ def tail_clearer(compiled: Any, out: Tensor, has_lse: bool, sequences: int, devi
             run(*before, current_stream(index), *after, *own)
 
     return clear
-
-
-def compile_clear(dtype: torch.dtype, target: Target) -> Any:
-    """Returns the binary for outputs of a type."""
-    from triton.compiler import ASTSource
-
-    pointers = {"out": f"*{DTYPES[dtype].value}", "lse": "*fp32", "starts": "*i32"}
-    source = ASTSource(clear_tail, pointers | dict.fromkeys(NUMBERS, "i32"), {}, {})
-    options = {"num_warps": WARPS, "num_stages": 1}
-    try:
-        with machine_errors():
-            return triton.compile(source, target=target.triton_target(), options=options)
-    except MachineError:
-        raise
-    except Exception as error:  # the compiler raises many types
-        raise KernelError(first_line(error)) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -9,16 +10,15 @@ import msgspec
 import torch
 
 from flashtune.core.caches import keep
-from flashtune.core.errors import VerificationError
+from flashtune.core.errors import KernelError, VerificationError
 from flashtune.core.features.records import ExtraInputs
 from flashtune.core.kernel import Kernel, Specialization
 from flashtune.core.record import Record, Selection
 from flashtune.core.target import Target
-from flashtune.db.location import database_bundle
 from flashtune.dispatch.bound_request import KernelKey
-from flashtune.dispatch.versions import driver_version
+from flashtune.dispatch.platform import PLATFORM
 from flashtune.launch.binding import Binary, Tensors, bind
-from flashtune.launch.bundles import Bundles
+from flashtune.launch.bundles import VARIABLE, Bundles, bundled_kernel
 from flashtune.launch.compilation import is_compiled
 from flashtune.launch.compiler_process import CompilerProcess
 from flashtune.launch.kernel_cache import Binaries, kernel_of
@@ -29,7 +29,6 @@ from flashtune.runtime.executors import clear_tail_on_cpu
 from flashtune.runtime.self_check import CheckTask, SelfChecks
 
 if TYPE_CHECKING:
-    from flashtune.bundle.records import Entry
     from flashtune.launch.bundle_binding import BundledBinary
 
 # Maximum number of cached kernels: rendered ones, and those of calls with features. A model has a few.
@@ -49,7 +48,7 @@ class KernelLoader:
 
     def __init__(self, checks: SelfChecks | None = None, bundles: Bundles | None = None) -> None:
         self.checks = checks or SelfChecks()
-        self.bundles = bundles or Bundles(of_database=database_bundle)
+        self.bundles = bundles or PLATFORM.bundles
         self.binaries = Binaries()
         # Rendered kernels, which calls of other lengths share.
         self.rendered: dict[tuple[object, ...], Kernel] = {}
@@ -67,11 +66,13 @@ class KernelLoader:
         """
         record = selection.record
         assert record.config is not None
-        entry = self._bundled(record, key.specialization, target)
-        if entry is not None:
-            loaded = self.bundles.load(entry, record, key.specialization, target, key.device)
+        # A bundle that fails is not used again.
+        while (located := self.bundles.find(record, key.specialization, target)) is not None:
+            loaded = self.bundles.load(located, target, key.device)
             if loaded is not None:
-                return LoadedKernel(loaded[0], target, loaded[1])
+                kernel = bundled_kernel(located.entry, record, key.specialization)
+                return LoadedKernel(kernel, target, loaded)
+        require_triton()
         kernel = self.kernel_of(record, key.specialization, target)
         if selection.proves(kernel.digest):
             return LoadedKernel(kernel, target, self.binaries.of(kernel, target, key.device))
@@ -84,11 +85,6 @@ class KernelLoader:
                 f"the {record.family} kernel for {key.problem.key} failed its self-check on {target.name}"
             )
         return LoadedKernel(kernel, target, binary)
-
-    def _bundled(self, record: Record, specialization: Specialization, target: Target) -> Entry | None:
-        """Returns the verified kernel of a bundle, or None."""
-        branch = driver_version().partition(".")[0]
-        return self.bundles.find(record, specialization, target, branch)
 
     def bind(
         self,
@@ -114,8 +110,9 @@ class KernelLoader:
         self, compiler: CompilerProcess, record: Record, specialization: Specialization, target: Target
     ) -> None:
         """Lets another process render and compile a kernel, unless a bundle or Triton's cache has it."""
-        if self._bundled(record, specialization, target) is not None:
+        if self.bundles.find(record, specialization, target) is not None:
             return
+        require_triton()
         key = _computation(record, specialization, target)
         kernel = self.rendered.get(key)
         if kernel is None or not all(is_compiled(part, target) for part in kernel.parts):
@@ -127,20 +124,34 @@ class KernelLoader:
         """Returns the function that clears rows after the last packed sequence, and loads its kernel."""
         if request.device.type == "cpu":
             return clear_tail_on_cpu
-        from flashtune.launch.packed_tail import compile_clear, tail_clearer
+        from flashtune.launch.packed_tail import tail_clearer, tail_recipe
 
         out = request.out_like
         # A binary that is loaded stays on its device.
         key = out.dtype, target, request.device
         binary = self.clearing.get(key)
         if binary is None:
-            binary = compile_clear(out.dtype, target)
+            located = next(self.bundles.entries(tail_recipe(out.dtype), target), None)
+            binary = located and self.bundles.load(located, target, request.device)
+            if binary is None:
+                from flashtune.launch.tail_kernel import compile_clear
+
+                binary = compile_clear(out.dtype, target)
             keep(self.clearing, key, binary)
         return tail_clearer(binary, out, request.return_lse, sequences, request.device)
 
     def remember(self, key: KernelKey, kernel: LoadedKernel) -> None:
         """Caches the kernel of a call with features, for later calls with the same key."""
         keep(self.loaded, key, kernel, KERNELS_LIMIT)
+
+
+def require_triton() -> None:
+    """Raises an error if Triton is not installed, for a kernel that no bundle has."""
+    if importlib.util.find_spec("triton") is None:
+        raise KernelError(
+            "Triton is not installed and no bundle has this kernel: install triton, or name another bundle "
+            f"in {VARIABLE}"
+        )
 
 
 def _computation(record: Record, specialization: Specialization, target: Target) -> tuple[object, ...]:

@@ -1,12 +1,12 @@
 """Whether a call may bypass torch's dispatcher: no compiler, mode, transform or tensor subclass."""
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.utils import flop_counter
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from flashtune.core.errors import ProblemError
@@ -31,7 +31,13 @@ def runs_eagerly(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def count_flops(formulas: dict[Any, Callable[..., int]]) -> None:
-    """Adds formulas of operators to torch's counters, also to active ones, which have a copy."""
+    """Adds formulas of operators to torch's counters, also to active ones, which have a copy.
+
+    A program that counts has imported torch's module. The module would import Triton, so it is not imported.
+    """
+    flop_counter: Any = sys.modules.get("torch.utils.flop_counter")
+    if flop_counter is None:
+        return
     flop_counter.flop_registry.update(formulas)
     for mode in _get_current_dispatch_mode_stack():
         if isinstance(mode, flop_counter._FlopCounterMode):

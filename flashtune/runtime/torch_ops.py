@@ -25,6 +25,7 @@ from flashtune.runtime.call_key import unsigned
 from flashtune.runtime.op_library import ALL, TAGS, call_of, contiguous, library, operands, schema
 from flashtune.runtime.torch_modes import (
     count_flops,
+    dispatch_modes,
     is_compiling,
     is_tracing,
     refuse_tangents,
@@ -154,6 +155,9 @@ def _register(operator: Operator) -> None:
         return operator.results(_fake(call), call.q)
 
     def differentiate(*values: Any) -> Result:
+        if dispatch_modes():
+            # A counter of a compiled program.
+            count_flops(FLOPS)
         if not (torch.is_grad_enabled() and _any_requires_grad(values)):
             # Another pass through the dispatcher would cost as much as the rest of the call.
             result = known(values)

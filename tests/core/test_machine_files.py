@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from triton.backends.nvidia.compiler import get_ptxas
 
+from flashtune.core import machine
 from flashtune.core.caches import keep
 from flashtune.core.errors import MachineError, TargetError
 from flashtune.core.files import replace_file
 from flashtune.core.target import TARGETS, find_target
-from flashtune.dispatch import versions
 from flashtune.dispatch.versions import current_versions
 
 
@@ -94,4 +94,4 @@ def test_ptxas_without_permission_to_execute_is_reported(
     tool.write_text("")
     monkeypatch.setenv("TRITON_PTXAS_PATH", str(tool))
     with pytest.raises(MachineError, match=r"Triton's ptxas cannot be run at .*Permission denied"):
-        versions._ptxas_version()
+        machine.ptxas_version.__wrapped__()

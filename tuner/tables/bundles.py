@@ -5,12 +5,13 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import msgspec
+import torch
 
 from flashtune.bundle.bundle_file import Bundle
 from flashtune.bundle.records import Entry, Receipt
 from flashtune.core.errors import BundleError, FlashtuneError
 from flashtune.core.kernel import Alignment, Specialization
-from flashtune.core.machine import triton_version
+from flashtune.core.machine import ptxas_version, triton_version
 from flashtune.core.record import Outcome
 from flashtune.core.target import Target
 from flashtune.db.codec import Check
@@ -19,7 +20,7 @@ from flashtune.dispatch.lookup import select
 from flashtune.dispatch.tables import Tables
 from flashtune.dispatch.versions import current_versions
 from flashtune.launch.binding import compile_binary
-from flashtune.launch.bundle_entries import entry_of
+from flashtune.launch.bundle_entries import entry_of, tail_entry
 from flashtune.launch.bundles import recipe_of
 from flashtune.launch.kernel_cache import kernel_of
 from flashtune.tuner.tables.warm import Call, Need, Needs, Watch, calls_of, compile_needs
@@ -35,6 +36,8 @@ PREFILL_FEATURES = (
     "block_mask=128", "packed=8192", "kv_lengths", "dropout", "deterministic",
 )  # fmt: skip
 DECODE_FEATURES = ("", "page_size=16", "page_size=64", "page_size=256", "kv_lengths")
+# Types of outputs of packed calls.
+CLEARED = (torch.bfloat16, torch.float16, torch.float32)
 UNALIGNED = Specialization(Alignment.ANY)
 
 
@@ -121,6 +124,10 @@ def build(
         passed = sorted(receipts.get(digest, {}).items())
         bound = tuple(Receipt(entry.machine, *where, check.verdict) for where, check in passed)
         entries.append(msgspec.structs.replace(entry, receipts=bound))
+    for dtype in CLEARED if any(need.problem.packed for need in kernels.values()) else ():
+        entry, its_codes = tail_entry(dtype, target, ptxas_version())
+        codes |= its_codes
+        entries.append(entry)
     return Built(entries, codes, tuple(dict.fromkeys(left_out)))
 
 

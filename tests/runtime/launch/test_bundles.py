@@ -2,6 +2,7 @@
 
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -18,8 +19,8 @@ from flashtune.core.target import find_target
 from flashtune.dispatch.bound_request import KernelKey
 from flashtune.launch.binding import bind, compile_binary
 from flashtune.launch.bundle_binding import BundledBinary
-from flashtune.launch.bundle_entries import entry_of
-from flashtune.launch.bundles import VARIABLE, Bundles, bundle_paths, recipe_of
+from flashtune.launch.bundle_entries import entry_of, tail_entry
+from flashtune.launch.bundles import VARIABLE, Bundles, bundle_paths, bundled_kernel, recipe_of
 from flashtune.launch.compiler_process import CompilerProcess
 from flashtune.launch.kernel_cache import kernel_of
 from flashtune.launch.tensors import ForwardTensors
@@ -28,6 +29,7 @@ from flashtune.runtime import kernel_loader
 from flashtune.runtime.kernel_loader import KernelLoader
 from tests.emulator.cuda_library import CudaLibrary
 from tests.support.records import CONTIGUOUS, VERDICT, make_record
+from tests.support.values import present
 
 H200 = find_target("h200")
 CPU = torch.device("cpu", 0)
@@ -70,26 +72,23 @@ def path(tmp_path: Path, entry: tuple[Entry, dict[str, bytes]], monkeypatch: pyt
 def test_verified_kernel_is_launched_without_its_source(path: Path, entry: Any, record: Record) -> None:
     library = CudaLibrary()
     bundles = Bundles(Driver(library))
-    found = bundles.find(record, CONTIGUOUS, H200, "580")
+    found = bundles.find(record, CONTIGUOUS, H200)
     assert found is not None
-    assert found == entry[0]
-    loaded = bundles.load(found, record, CONTIGUOUS, H200, CPU)
-    assert loaded is not None
-    kernel, binary = loaded
+    assert found.entry == entry[0]
+    binary = bundles.load(found, H200, CPU)
+    assert binary is not None
+    kernel = bundled_kernel(found.entry, record, CONTIGUOUS)
     assert (kernel.source, kernel.digest) == ("", record.kernel)
     q, k, v, out = (torch.zeros(1, 4, 256, 64, dtype=torch.float16) for _ in range(4))
     bind(kernel, H200, ForwardTensors(q, k, v, out), compiled=binary)((q, k, v, out, None), 0.125)
     assert [launched.function for launched in library.launches] == ["forward_q_outer"]
-    again = bundles.load(found, record, CONTIGUOUS, H200, CPU)
-    assert again is not None
-    assert again[1] is binary
+    assert bundles.load(found, H200, CPU) is binary
     assert len(library.codes) == 1, "it is loaded once"
 
 
 def test_loader_neither_renders_nor_compiles_a_verified_kernel(
     path: Path, record: Record, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernel_loader, "driver_version", lambda: "580.126.09")
     monkeypatch.setattr(kernel_loader, "kernel_of", None)
     loader = KernelLoader(bundles=Bundles(Driver(CudaLibrary())))
     key = KernelKey(PROBLEM, CONTIGUOUS, Prefer.GENERATED, CPU)
@@ -101,18 +100,39 @@ def test_loader_neither_renders_nor_compiles_a_verified_kernel(
     loader.compile_apart(CompilerProcess(), record, CONTIGUOUS, H200)
 
 
+@pytest.mark.parametrize("has_lse", [True, False])
+def test_rows_after_packed_sequences_are_cleared_by_the_kernel_of_a_bundle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_lse: bool
+) -> None:
+    made, codes = tail_entry(torch.float16, H200, "12.8")
+    file = tmp_path / "kernels.bundle"
+    file.write_bytes(dump_bundle("sm_90", "1", [made], codes))
+    monkeypatch.setenv(VARIABLE, str(file))
+    library = CudaLibrary()
+    loader = KernelLoader(bundles=Bundles(Driver(library)))
+    out, starts = torch.zeros(40, 4, 64, dtype=torch.float16), torch.zeros(4, dtype=torch.int32)
+    lse = torch.zeros(4, 40) if has_lse else None
+    request: Any = SimpleNamespace(
+        device=torch.device("meta", 0), out_like=out.to("meta"), return_lse=has_lse
+    )
+    loader.tail_clearer(request, 3, H200)(out, lse, starts)
+    (launched,) = library.launches
+    assert (launched.function, launched.grid) == ("clear_tail", (160, 1, 1))
+    addresses = [tensor.data_ptr() for tensor in (out, out if lse is None else lse, starts)]
+    expected = [*addresses, 3, 40, 4, 64, 4 if has_lse else 0, 0, 0]
+    assert [int.from_bytes(raw, "little") for raw in launched.parameters] == expected
+
+
 def test_kernel_of_another_length_is_found_by_its_recipe(path: Path, entry: Any, record: Record) -> None:
     bundles = Bundles(Driver(CudaLibrary()))
     untuned = msgspec.structs.replace(record, problem=OTHER, kernel=None)
-    assert bundles.find(untuned, CONTIGUOUS, H200, "580") == entry[0]
+    assert present(bundles.find(untuned, CONTIGUOUS, H200)).entry == entry[0]
     with_lse = msgspec.structs.replace(CONTIGUOUS, lse=True)
-    assert bundles.find(record, with_lse, H200, "580") is None
+    assert bundles.find(record, with_lse, H200) is None
 
 
-@pytest.mark.parametrize(("target", "branch"), [("h100", "580"), ("h200", "570")])
-def test_unverified_kernel_is_not_used(path: Path, record: Record, target: str, branch: str) -> None:
-    bundles = Bundles(Driver(CudaLibrary()))
-    assert bundles.find(record, CONTIGUOUS, find_target(target), branch) is None
+def test_kernel_without_a_receipt_of_this_gpu_is_not_used(path: Path, record: Record) -> None:
+    assert Bundles(Driver(CudaLibrary())).find(record, CONTIGUOUS, find_target("h100")) is None
 
 
 def test_receipt_of_other_machine_code_is_not_used(
@@ -121,7 +141,7 @@ def test_receipt_of_other_machine_code_is_not_used(
     made, codes = entry
     slower = msgspec.structs.replace(made.stages[0], early=True)
     path.write_bytes(dump_bundle("sm_90", "1", [msgspec.structs.replace(made, stages=(slower,))], codes))
-    assert Bundles(Driver(CudaLibrary())).find(record, CONTIGUOUS, H200, "580") is None
+    assert Bundles(Driver(CudaLibrary())).find(record, CONTIGUOUS, H200) is None
 
 
 def test_unusable_bundle_is_one_warning(path: Path, entry: Any, record: Record) -> None:
@@ -132,7 +152,7 @@ def test_unusable_bundle_is_one_warning(path: Path, entry: Any, record: Record) 
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
             for _ in range(2):
-                assert bundles.find(record, CONTIGUOUS, H200, "580") is None
+                assert bundles.find(record, CONTIGUOUS, H200) is None
         assert all(isinstance(warning.message, FlashtuneWarning) for warning in seen)
         assert len(seen) <= 1
 
@@ -146,18 +166,18 @@ def test_damaged_code_or_failed_load_is_compiled_instead(path: Path, entry: Any,
     for library, file in ((Refusing(), content), (CudaLibrary(), content[:-40] + bytes(40))):
         path.write_bytes(file)
         bundles = Bundles(Driver(library))
-        found = bundles.find(record, CONTIGUOUS, H200, "580")
+        found = bundles.find(record, CONTIGUOUS, H200)
         assert found is not None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            assert bundles.load(found, record, CONTIGUOUS, H200, CPU) is None
-        assert bundles.find(record, CONTIGUOUS, H200, "580") is None
+            assert bundles.load(found, H200, CPU) is None
+        assert bundles.find(record, CONTIGUOUS, H200) is None
 
 
 def test_without_a_bundle_nothing_is_found(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     assert bundle_paths(90, None) == []
-    assert Bundles().find(record, CONTIGUOUS, H200, "580") is None
+    assert Bundles().find(record, CONTIGUOUS, H200) is None
 
 
 def test_named_bundle_comes_before_those_of_the_database_and_of_a_package(
@@ -180,9 +200,10 @@ def test_bundle_of_the_database_serves_unless_another_user_can_write_it(
     database = path.rename(tmp_path / "database.bundle")
     path.write_bytes(dump_bundle("sm_90", "1.0", [], {}))
     made = Bundles(Driver(CudaLibrary()), lambda arch: database)
-    assert made.find(record, CONTIGUOUS, H200, "580") == entry[0]
-    assert made.load(entry[0], record, CONTIGUOUS, H200, CPU) is not None
+    found = present(made.find(record, CONTIGUOUS, H200))
+    assert (found.entry, found.bundle.where) == (entry[0], str(database))
+    assert made.load(found, H200, CPU) is not None
     database.chmod(0o666)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        assert Bundles(of_database=lambda arch: database).find(record, CONTIGUOUS, H200, "580") is None
+        assert Bundles(of_database=lambda arch: database).find(record, CONTIGUOUS, H200) is None

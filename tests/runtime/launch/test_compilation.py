@@ -15,7 +15,7 @@ from flashtune.core.target import find_target
 from flashtune.kv_cache.append_kernel import append
 from flashtune.kv_cache.layout import Encoding
 from flashtune.launch.compilation import compile_kernel, interpreting, load_module
-from flashtune.launch.packed_tail import compile_clear
+from flashtune.launch.tail_kernel import compile_clear
 from flashtune.tuner.binary.resources import occupancy, read_resources
 
 H100 = find_target("h100")
