@@ -77,8 +77,7 @@ demo: $(RUNS) ## Search one shape, for an H100 without a GPU, and show it
 # `make test` leaves to `make test-all`: most cases of long lists, most kernels of the shipped tables, and most
 # tests under the other Tritons.
 CASES := --sample
-# Kernels that changed since they were verified on a GPU pass if they compile, fit and match the reference here.
-KERNELS := --sample --allow-unproven
+KERNELS := --sample
 UNDER_OTHERS := -m tritons
 # CPU seconds of each test, in a file for each run of pytest.
 TIMES := out/times
@@ -105,7 +104,7 @@ static-and-tables: $(DEVELOPS)
 	$(call at-once,'$(STATIC)' tables)
 
 test-all: CASES := --timeout 3600
-test-all: KERNELS := --allow-unproven
+test-all: KERNELS :=
 test-all: UNDER_OTHERS :=
 test-all: export FLASHTUNE_FUZZ := large
 test-all: no-times lint prose lines types pyright imports contracts unit interpreter tables other-tritons slowest ## Run every check that needs no GPU, in full

@@ -2,9 +2,10 @@
 
     python benchmarks/host/compare.py --old ../before --new . --save out/host-compare.json
 
-Each checkout has a process, which prepares all calls first. The processes then measure in turn, and every
-figure is the median of the rounds. Calls are timed while their launches only queue, so GPU time has no
-effect. Prints ratios, and writes all figures in JSON. Takes about a minute, most of it `torch.compile`.
+Each checkout has a process, which prepares all calls first. The processes then measure in turn. Every figure
+is the minimum of the rounds, because other processes of the machine only add time. Calls are timed while
+their launches only queue, so GPU time has no effect. Prints ratios, and writes all figures in JSON. Takes
+about a minute, most of it `torch.compile`.
 
 The module imports no other module of this folder, because it also runs with the modules of the old checkout.
 """
@@ -12,7 +13,6 @@ The module imports no other module of this folder, because it also runs with the
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import time
@@ -52,7 +52,7 @@ def main() -> None:
     if options.old is None:
         parser.error("pass --old, the checkout to compare with")
     rounds = _rounds({"old": options.old, "new": options.new})
-    document = {name: _medians(times) for name, times in rounds.items()}
+    document = {name: _minima(times) for name, times in rounds.items()}
     print(*_lines(document["old"], document["new"]), sep="\n")
     if options.save:
         options.save.parent.mkdir(parents=True, exist_ok=True)
@@ -99,8 +99,8 @@ def _answer(process: subprocess.Popen[str]) -> Times:
     sys.exit("the process of a checkout ended before it answered")
 
 
-def _medians(rounds: Sequence[Times]) -> dict[str, float]:
-    return {name: statistics.median(times[name] for times in rounds) for name in rounds[0]}
+def _minima(rounds: Sequence[Times]) -> dict[str, float]:
+    return {name: min(times[name] for times in rounds) for name in rounds[0]}
 
 
 def _lines(old: Times, new: Times) -> list[str]:

@@ -144,6 +144,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--count", type=int, default=300, help="number of calls")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", metavar="TEXT", help="only calls with this text in their names")
+    parser.add_argument("--all", action="store_true", help="print all calls")
     parser.add_argument("--seconds", type=float, default=240.0, help="limit of the run, compiling included")
     return parser.parse_args()
 
@@ -328,7 +329,7 @@ def measured(options: argparse.Namespace) -> bool:
             break
         with torch.cuda.stream(stream):
             rows.append(_attempted(call))
-        if rows[-1].skipped or _is_fault(rows[-1]):
+        if options.all or rows[-1].skipped or _is_fault(rows[-1]):
             print(line(rows[-1]), flush=True)
         torch.cuda.empty_cache()
     ratios = [row.ratio for row in rows if row.ratio]

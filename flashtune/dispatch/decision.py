@@ -28,13 +28,13 @@ from flashtune.dispatch.faster_peers import (
 )
 from flashtune.dispatch.lookup import default_selection, select
 from flashtune.dispatch.masked_sdpa import is_masked, sdpa_allowed
-from flashtune.dispatch.sdpa import has_hidden_keys
+from flashtune.dispatch.nearest import without_hidden_keys
 from flashtune.dispatch.sdpa_times import EFFICIENT, MATH, related_peers
 from flashtune.dispatch.tables import Tables
 from flashtune.launch.bundles import Bundles
 from flashtune.launch.compilation import interpreting
 from flashtune.request.request import Prefer, Request
-from flashtune.templates.registry import families
+from flashtune.templates.registry import families, find_family
 
 # The target for which the interpreter's default configs are made: small tiles and no TMA.
 INTERPRETED_TARGET = "nvidia-l4"
@@ -49,6 +49,9 @@ FEW_KEYS = 64
 # With at most this many queries, default kernels of both passes took 1.2 to 3.8 times as long as SDPA.
 # Measured at three shapes on an H200.
 FEW_ROWS = 32
+# Bytes in 1 ms of the zeros that kernels write to gradients of keys that no query sees. SDPA writes them in
+# less than half of the time. Measured at two shapes on an H200.
+HIDDEN_RATE = 1e9
 
 
 class Backend(enum.StrEnum):
@@ -168,10 +171,8 @@ def _faster_peer(bound: BoundRequest, selection: Selection) -> str | None:
         return None
     backend = None
     if not problem.features:
-        if has_hidden_keys(problem):
-            # SDPA does not get them.
-            problem = msgspec.structs.replace(problem, seqlen_kv=problem.seqlen_q)
-            selection = select(problem, target, bound.records, BEST_TENSORS, generated=True)
+        # SDPA does not get hidden keys.
+        problem = without_hidden_keys(problem)
         backend = bound.sdpa_backend
     elif sdpa_allowed(request) and bound.side.bias is not None:
         backend = bound.sdpa_backend
@@ -198,13 +199,13 @@ def _faster_peer_of_pair(bound: BoundRequest, forward: Selection, backward: Sele
         return None
     passes = forward, backward
     is_untimed = any(selection.measured.measurement is None for selection in passes)
-    if has_hidden_keys(problem) and not problem.features:
-        # SDPA does not get these keys. Times are those of problems without them.
-        tables, length = bound.records, problem.seqlen_q
-        problems = problem, bound.request.backward
-        seen = [msgspec.structs.replace(whole, seqlen_kv=length) for whole in problems]
-        forward, backward = (select(part, target, tables, BEST_TENSORS, generated=True) for part in seen)
-        passes = forward, backward
+    hidden_ms = 0.0
+    if not problem.features:
+        # SDPA does not get hidden keys.
+        seen = without_hidden_keys(problem)
+        columns = (problem.seqlen_kv - seen.seqlen_kv) * (problem.head_dim + problem.value_head_dim)
+        hidden_ms = problem.batch * problem.kv_heads * columns * problem.dtype.itemsize / HIDDEN_RATE
+        problem = seen
     if any(is_untrusted(selection, problem) for selection in passes):
         backend = bound.sdpa_backend if is_masked(problem) or not problem.features else None
         if backend in (EFFICIENT, MATH) or not problem.features:
@@ -212,16 +213,14 @@ def _faster_peer_of_pair(bound: BoundRequest, forward: Selection, backward: Sele
     # With a mask, gradients of SDPA's cuDNN backend may be NaN.
     backend = None if problem.features else bound.sdpa_backend
     more_ms = 0.0 if backend is None else bound.sdpa_copies_ms
-    has_few_rows = is_untimed and problem.seqlen_q <= FEW_ROWS
-    if has_few_rows and not more_ms and not problem.features and _is_maskless(problem):
+    has_few_rows = problem.seqlen_q <= FEW_ROWS and not more_ms
+    # A default config of a portable family, for tensors that faster families cannot address.
+    is_slow = backward.source == "default" and find_family(backward.record.family).interpreted
+    leads = has_few_rows or (is_slow and backend not in (None, MATH))
+    needs_mask = problem.causal is not Causal.NONE and problem.seqlen_q != problem.seqlen_kv
+    if is_untimed and leads and not problem.features and not needs_mask:
         return untimed_peer(passes, problem, backend, target)
-    return faster_peer(passes, problem, backend, more_ms=more_ms)
-
-
-def _is_maskless(problem: Problem) -> bool:
-    """Whether SDPA needs no mask for a problem without features, because it can leave out later keys."""
-    is_square = problem.seqlen_q == problem.seqlen_kv
-    return problem.causal is Causal.NONE or is_square or has_hidden_keys(problem)
+    return faster_peer(passes, problem, backend, more_ms=more_ms - hidden_ms)
 
 
 def peer_backend(peer: str) -> Backend:

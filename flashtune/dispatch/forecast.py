@@ -83,7 +83,7 @@ def forecast(
     records: Iterable[Record],
     target: Target,
     serves: Callable[[Record], bool],
-    is_bundled: Callable[[Record], bool] | None = None,
+    is_bundled: Callable[[Record], bool] = lambda record: False,
 ) -> tuple[Record, TransferEstimate] | None:
     """Returns the record of the config with the lowest estimated time, or None without a tuned shape.
 
@@ -104,10 +104,9 @@ def forecast(
     ]
     candidates += _of_other_families(problem, names, records, target, serves)
     best = min(candidates, key=lambda candidate: candidate.rank)
-    if is_bundled is not None:
-        near = [candidate for candidate in candidates if candidate.ms <= (1 + BUNDLED_MARGIN) * best.ms]
-        ranked = sorted(near, key=lambda candidate: candidate.rank)
-        best = next((candidate for candidate in ranked if is_bundled(candidate.record)), best)
+    near = [candidate for candidate in candidates if candidate.ms <= (1 + BUNDLED_MARGIN) * best.ms]
+    near.sort(key=lambda candidate: candidate.rank)
+    best = next((candidate for candidate in near if is_bundled(candidate.record)), best)
     if may_split(problem):
         best = _split(problem, best, target, serves) or best
     own = next(candidate for candidate in candidates if candidate.record == nearest)
@@ -288,7 +287,7 @@ def forecast_related(
     target: Target,
     serves: Callable[[Record], bool],
     usual: str,
-    is_bundled: Callable[[Record], bool] | None = None,
+    is_bundled: Callable[[Record], bool] = lambda record: False,
 ) -> tuple[Record, TransferEstimate] | None:
     """Returns the result of `forecast` for shapes of the other 16-bit type or of the next wider head dims.
 
@@ -314,7 +313,7 @@ def forecast_related(
 
     def is_own_bundled(record: Record) -> bool:
         carried = own(record)
-        return carried is not None and is_bundled is not None and is_bundled(carried)
+        return carried is not None and is_bundled(carried)
 
     all_records = tuple(records)
     for other in _related(problem, all_records):
@@ -322,7 +321,7 @@ def forecast_related(
             record.family == usual and carries_over(record) for record in tuned_alike(other, all_records)
         ):
             continue
-        estimate = forecast(other, all_records, target, carries_over, is_bundled and is_own_bundled)
+        estimate = forecast(other, all_records, target, carries_over, is_own_bundled)
         assert estimate is not None
         record, why = estimate
         carried = own(record)

@@ -6,7 +6,9 @@ shapes, and a family's default config.
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+
+import msgspec
 
 from flashtune.core.canonical import without
 from flashtune.core.errors import ProblemError
@@ -21,7 +23,7 @@ from flashtune.core.record import (
     VerificationStatus,
 )
 from flashtune.core.target import Target
-from flashtune.dispatch.forecast import forecast, forecast_related
+from flashtune.dispatch.forecast import forecast, forecast_related, untimed
 from flashtune.dispatch.nearest import (
     DECODING_FAMILY,
     FEW_QUERIES,
@@ -30,6 +32,7 @@ from flashtune.dispatch.nearest import (
     is_far,
     may_split,
     tuned_alike,
+    without_hidden_keys,
 )
 from flashtune.dispatch.tables import Tables
 from flashtune.dispatch.versions import current_versions
@@ -71,26 +74,30 @@ def select(
     A family that requires more than the specialization is not selected. With `generated`, no baseline is.
     At untuned shapes, kernels of `bundles` are preferred to kernels that are about as fast.
     """
-    is_bundled: Callable[[Record], bool] | None = None
-    if bundles is not None and bundles.of(target):
-        is_bundled = lambda record: bundles.find(record, specialization, target) is not None  # noqa: E731
 
     def serves(record: Record) -> bool:
         if record.config is None:
             return not generated
         return unsupported_reason(find_family(record.family), problem, target, specialization) is None
 
+    def is_bundled(record: Record) -> bool:
+        return bundles is not None and bundles.find(record, specialization, target) is not None
+
     entry = tables.find(problem, serves)
     if entry is not None:
         source, record = entry
         return _selected(record, source, VerificationStatus.TIMED)
     tuned = tuple(record for record in tables.effective() if record.config)
-    expected = forecast(problem, tuned, target, serves, is_bundled)
+    # Kernels skip hidden keys, so times are those of the problem without them.
+    seen = without_hidden_keys(problem)
+    expected = forecast(seen, tuned, target, serves, is_bundled)
     if expected is None:
         default = default_selection(problem, target, specialization)
-        expected = forecast_related(problem, tuned, target, serves, default.record.family, is_bundled)
-    if expected is not None and not _is_new_phase(problem, *expected):
+        expected = forecast_related(seen, tuned, target, serves, default.record.family, is_bundled)
+    if expected is not None and not _is_new_phase(seen, *expected):
         record, why = expected
+        if seen != problem:
+            record = untimed(msgspec.structs.replace(record, problem=problem), record.config)
         return _selected(record, "estimated", VerificationStatus.VERIFIED, why)
     return default_selection(problem, target, specialization)
 

@@ -32,6 +32,13 @@ def may_split(problem: Problem) -> bool:
     return many and not problem.is_backward and not problem.mla
 
 
+def without_hidden_keys(problem: Problem) -> Problem:
+    """Returns a problem without the last keys if no query sees them."""
+    if problem.causal is Causal.TOP_LEFT and problem.seqlen_q < problem.seqlen_kv:
+        return msgspec.structs.replace(problem, seqlen_kv=problem.seqlen_q)
+    return problem
+
+
 def is_short_prompt(record: Record, problem: Problem) -> bool:
     """Whether a record's kernel splits keys and a problem has many queries and keys that are not worth it."""
     many = problem.seqlen_q > FEW_QUERIES and not problem.mla

@@ -157,11 +157,6 @@ def copy_ms(tensors: Sequence[Tensor], target: Target) -> float:
     return len(tensors) * COPY_MS + moved / (target.hbm_bandwidth * 1e6)
 
 
-def has_hidden_keys(problem: Problem) -> bool:
-    """Whether no query of a problem without features sees the last keys."""
-    return problem.causal is Causal.TOP_LEFT and problem.seqlen_q < problem.seqlen_kv
-
-
 def chosen_backend(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, shared: bool | None = None
 ) -> str | None:

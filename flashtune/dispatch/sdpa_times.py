@@ -188,7 +188,8 @@ def unfused_pair_leads(problem: Problem) -> bool:
     if has_few_programs or score_bytes(problem) <= FEW_KEPT_SCORES:
         return True
     seen = 0.5 if problem.is_causal else 1.0
-    fused = seen * FUSED_COLUMN_MS * max(problem.head_dim, FUSED_COLUMNS)
+    rows = math.ceil(problem.seqlen_q / SPLIT_ROWS) * SPLIT_ROWS / problem.seqlen_q
+    fused = seen * rows * FUSED_COLUMN_MS * max(problem.head_dim, FUSED_COLUMNS)
     columns = 0 if problem.dtype is Dtype.TF32 else problem.head_dim
     return PAIR_SCORE_MS + PAIR_COLUMN_MS * columns <= fused
 

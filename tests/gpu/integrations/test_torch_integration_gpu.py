@@ -420,6 +420,7 @@ def test_new_lengths_never_wait(served: Served) -> None:
     assert sum(wait >= LONGEST_WAIT for wait in waits["preparing"]) <= LATE_CALLS
 
 
+@pytest.mark.alone
 def test_host_time_of_a_call_that_is_passed_on(
     table: Served, monkeypatch: pytest.MonkeyPatch, kernels_win: Callable[[bool], None]
 ) -> None:

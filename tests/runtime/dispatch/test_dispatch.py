@@ -122,7 +122,11 @@ def test_masks_with_equal_diagonals_share_records() -> None:
     top_left = resized(PROBLEM, causal=Causal.TOP_LEFT)
     assert select(top_left, TARGET, tables((record,)), generated=True).record is record
     lopsided = resized(top_left, seqlen_kv=600)
-    assert select(lopsided, TARGET, tables((record,)), generated=True).source == "default"
+    selection = select(lopsided, TARGET, tables((record,)), generated=True)
+    assert selection.source == "estimated"
+    assert selection.forecast is not None
+    assert selection.forecast.ms == pytest.approx(record.ms)
+    assert (selection.record.problem, selection.record.kernel) == (lopsided, None)
     decode = resized(PROBLEM, seqlen_q=1)
     unmasked = make_record(resized(decode, causal=Causal.NONE))
     assert select(decode, TARGET, tables((unmasked,)), generated=True).record is unmasked

@@ -109,6 +109,13 @@ CALLS: dict[str, tuple[Callable[[], str], str]] = {
     # of which SDPA computes 192, or no query sees most of the keys.
     "padded heads": (partial(server, BF16, (4, 1), (1260, 1260), 160, batch=9, **TRAINED), "sdpa"),
     "hidden keys": (partial(server, BF16, (2, 1), (1765, 4320), 160, batch=23, **TRAINED), "sdpa"),
+    # Kernels write zeros for keys that no query sees, and take the configs of shapes without these keys.
+    "many hidden keys": (partial(server, BF16, (2, 2), (97, 2772), 256, batch=23, **TRAINED), "sdpa"),
+    "few hidden keys": (partial(server, BF16, (8, 8), (255, 475), 64, batch=2, **TRAINED), "forward_hopper"),
+    "unaligned gradients": (
+        partial(server, FP16, (32, 32), (94, 94), 160, batch=3, shifted=True, **TRAINED),
+        "sdpa",
+    ),
     "fp16 bias": (partial(server, FP16, (4, 4), (80, 80), 128, batch=12, **BIASED), "sdpa"),
     "short": (partial(server, BF16, (1, 1), (20, 20), 96, batch=13, shifted=True, **TRAINED), "sdpa"),
     # Unfused gradients of few scores replace slow kernels.

@@ -41,19 +41,7 @@ FEW_SAMPLES: tuple[Known, ...] = ()
 WITHOUT_PEERS = (
     Known("nvidia-h100", "heads=32,kv_heads=8,seqlen=1024,head_dim=128,batch=16,causal", UNTIMED),
 )
-OTHER_RATIO = tuple(
-    Known("nvidia-h100", f"{shape},bias=boolean", "the time on the H200 is of an earlier kernel")
-    for shape in (
-        "heads=12,seqlen=512,head_dim=64,batch=32",
-        "heads=16,seqlen=2048,head_dim=64,batch=8",
-        "heads=16,seqlen=8192,head_dim=64",
-        "heads=16,seqlen_q=1024,seqlen_kv=4096,head_dim=64,batch=4",
-        "heads=16,seqlen=1024,head_dim=128,batch=16",
-        "heads=16,seqlen=4096,head_dim=128,batch=4",
-        "heads=32,kv_heads=8,seqlen=2048,head_dim=128,batch=4",
-        "heads=32,kv_heads=8,seqlen=4096,head_dim=128,causal",
-    )
-)
+OTHER_RATIO: tuple[Known, ...] = ()
 OVER_ESTIMATE = (
     Known(
         "nvidia-h100",
