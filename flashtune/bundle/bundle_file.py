@@ -130,7 +130,10 @@ class Bundle:
     def entry_of_recipe(self, recipe: str) -> Entry | None:
         """Returns the entry of the kernel that is rendered from some values, None without one."""
         kernel = self.index.recipes.get(recipe)
-        return None if kernel is None else self.entry(kernel)
+        entry = None if kernel is None else self.entry(kernel)
+        if entry is not None and recipe not in entry.recipes:
+            raise self._damaged("a recipe has the place of another")
+        return entry
 
     def code(self, sha256: str) -> bytes:
         """Returns machine code."""
@@ -275,13 +278,14 @@ def merged(bundles: Iterable[Bundle]) -> tuple[list[Entry], dict[str, bytes]]:
             entry = bundle.entry(kernel)
             assert entry is not None
             earlier = entries.get(kernel, entry)
-            entries[kernel] = _joined(earlier, entry) if earlier.machine == entry.machine else earlier
+            entries[kernel] = with_both(earlier, entry) if earlier.machine == entry.machine else earlier
             if earlier is entry:
                 codes |= {stage.code: bundle.code(stage.code) for stage in entry.stages}
     return list(entries.values()), codes
 
 
-def _joined(first: Entry, second: Entry) -> Entry:
+def with_both(first: Entry, second: Entry) -> Entry:
+    """Returns an entry with the recipes and receipts of two of equal machine code."""
     receipts: dict[tuple[str, str], Receipt] = {
         (receipt.target, receipt.driver): receipt for receipt in (*second.receipts, *first.receipts)
     }

@@ -5,6 +5,7 @@ import os
 import signal
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from flashtune.bundle.additions import add_entries
@@ -51,6 +52,24 @@ def test_new_kernel_replaces_the_old_one_of_a_recipe(tmp_path: Path, entries: En
     faster = make_entry(9, b"faster")
     add_entries(path, "sm_90", "1.0", [faster[0]], faster[1], {recipe(9), recipe(2)})
     assert held(path) == {faster[0].kernel, entries[1][0].kernel}, "kernels of other recipes are removed"
+
+
+def test_kernel_keeps_the_recipes_that_it_has(tmp_path: Path, entries: Entries) -> None:
+    path = tmp_path / "db.bundle"
+    entry, codes = entries[0]
+    add(path, entries[0])
+    add(path, (msgspec.structs.replace(entry, recipes=(recipe(2),)), codes))
+    bundle = open_bundle(path)
+    for number in (1, 2):
+        found = bundle.entry_of_recipe(recipe(number))
+        assert found is not None
+        assert found.recipes == (recipe(1), recipe(2))
+    # Another compiler's code for the kernel serves only the recipe that was searched.
+    other = make_entry(1, b"other compiler")[1]
+    (sha256,) = other
+    stage = msgspec.structs.replace(entry.stages[0], code=sha256, machine="0" * 32)
+    add(path, (msgspec.structs.replace(entry, stages=(stage,)), other))
+    assert {*open_bundle(path).index.recipes} == {recipe(1)}
 
 
 @pytest.mark.parametrize("damage", ["bytes", "writable", "other"])
