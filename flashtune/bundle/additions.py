@@ -47,7 +47,7 @@ def add_entries(
     with alone_with(Path(f"{path}.lock"), LOCK_SECONDS):
         try:
             earlier = [open_bundle(path, own=True)]
-            if earlier[0].index.arch != arch or earlier[0].index.size > MAX_BYTES:
+            if earlier[0].arch != arch or earlier[0].index.size > MAX_BYTES:
                 earlier = []
             own = [_with_earlier(entry, earlier) for entry in own]
             added = bundle_of(dump_bundle(arch, version, own, codes), str(path))

@@ -5,7 +5,7 @@
     8       4     version of the format
     12      8     size of the index
     20      32    SHA-256 of the index
-    52            the index: JSON, compressed by zlib
+    52            the index: JSON without spaces, compressed by zlib
                   frames, each compressed by LZMA: an entry as JSON, or machine code of some kernels
 
 Numbers are little-endian. Offsets of frames count from the end of the index. A reader takes the
@@ -13,6 +13,7 @@ index, and then one frame at a time. Two builds of the same kernels give the sam
 """
 
 import contextlib
+import functools
 import hashlib
 import lzma
 import os
@@ -22,7 +23,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import msgspec
 
@@ -46,6 +47,7 @@ GROUP_BYTES = 2 * 1024 * 1024
 COMPRESSION = {"format": lzma.FORMAT_ALONE, "preset": 6 | lzma.PRESET_EXTREME}
 AGAIN = "build or download it again"
 
+Kind = TypeVar("Kind")
 Position = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
 
 
@@ -78,6 +80,14 @@ class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     recipes: dict[Digest, Digest]  # Digests of kernels by the hashes of `recipe_of`.
 
 
+class LazyIndex(Index, frozen=True, forbid_unknown_fields=True):
+    """The contents of a bundle without its tables. Names are looked up in their text, which is faster."""
+
+    entries: msgspec.Raw  # type: ignore[assignment]
+    codes: msgspec.Raw  # type: ignore[assignment]
+    recipes: msgspec.Raw  # type: ignore[assignment]
+
+
 class Bundle:
     """An open bundle. Entries and machine code are read when they are used."""
 
@@ -102,34 +112,50 @@ class Bundle:
         if hashlib.sha256(raw).digest() != digest:
             raise self._damaged("its index is incomplete or changed")
         try:
-            unpacked = zlib.decompressobj().decompress(raw, MAX_INDEX_BYTES)
-            self.index = msgspec.json.decode(unpacked, type=Index)
-        except (zlib.error, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            self._text = zlib.decompressobj().decompress(raw, MAX_INDEX_BYTES)
+        except zlib.error as error:
             raise self._damaged("its index cannot be read") from error
-        if length != self._frames + self.index.size:
+        self._lazy = self._decoded(self._text, LazyIndex)
+        self.arch = self._lazy.arch
+        if length != self._frames + self._lazy.size:
             raise self._damaged("it is truncated, or bytes were added")
+
+    @functools.cached_property
+    def index(self) -> Index:
+        """The whole index. With thousands of kernels it takes several MB."""
+        return self._decoded(self._text, Index)
+
+    def _decoded(self, text: bytes, kind: type[Kind]) -> Kind:
+        try:
+            return msgspec.json.decode(text, type=kind)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise self._damaged("a part of it cannot be read") from error
+
+    def _value(self, table: bytes, name: str, kind: type[Kind], end: bytes) -> Kind | None:
+        """Returns the value of a name in a table of the index, None without one. Its text ends with `end`."""
+        key = b'"%s":' % name.encode()
+        start = self._text.find(key, self._text.find(b'"%s":{' % table)) + len(key)
+        if start < len(key):
+            return None
+        return self._decoded(self._text[start : self._text.find(end, start + 1) + 1], kind)
 
     def _damaged(self, reason: str) -> BundleError:
         return BundleError(f"the bundle {self.where} is damaged ({reason}): {AGAIN}")
 
     def entry(self, kernel: str) -> Entry | None:
         """Returns the entry of a kernel by the kernel's digest, None without one."""
-        frame = self.index.entries.get(kernel)
+        frame = self._value(b"entries", kernel, Frame, b"]")
         if frame is None:
             return None
         raw = self._read(frame, frame.full_size, MAX_ENTRY_BYTES)
-        self._check(raw, frame.sha256)
-        try:
-            entry = msgspec.json.decode(raw, type=Entry)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise self._damaged("an entry cannot be read") from error
+        entry = self._decoded(self._check(raw, frame.sha256), Entry)
         if entry.kernel != kernel:
             raise self._damaged("an entry has the place of another")
         return check_entry(entry)
 
     def entry_of_recipe(self, recipe: str) -> Entry | None:
         """Returns the entry of the kernel that is rendered from some values, None without one."""
-        kernel = self.index.recipes.get(recipe)
+        kernel = self._value(b"recipes", recipe, str, b'"')
         entry = None if kernel is None else self.entry(kernel)
         if entry is not None and recipe not in entry.recipes:
             raise self._damaged("a recipe has the place of another")
@@ -137,10 +163,10 @@ class Bundle:
 
     def code(self, sha256: str) -> bytes:
         """Returns machine code."""
-        piece = self.index.codes.get(sha256)
-        if piece is None or piece.group >= len(self.index.groups):
+        piece = self._value(b"codes", sha256, Piece, b"]")
+        if piece is None or piece.group >= len(self._lazy.groups):
             raise self._damaged("machine code is missing")
-        content = self._read(self.index.groups[piece.group], piece.offset + piece.size, MAX_CODE_BYTES)
+        content = self._read(self._lazy.groups[piece.group], piece.offset + piece.size, MAX_CODE_BYTES)
         return self._check(content[piece.offset :], sha256)
 
     def _check(self, content: bytes, sha256: str) -> bytes:
@@ -150,7 +176,7 @@ class Bundle:
 
     def _read(self, frame: Frame, size: int, limit: int) -> bytes:
         """Returns the first decompressed bytes of a frame."""
-        if size > limit or frame.offset + frame.size > self.index.size:
+        if size > limit or frame.offset + frame.size > self._lazy.size:
             raise self._damaged("a part of it is outside of the file")
         try:
             packed = self.packed(frame)
@@ -270,7 +296,7 @@ def merged(bundles: Iterable[Bundle]) -> tuple[list[Entry], dict[str, bytes]]:
     codes: dict[str, bytes] = {}
     archs: set[str] = set()
     for bundle in bundles:
-        archs.add(bundle.index.arch)
+        archs.add(bundle.arch)
         if len(archs) > 1:
             raise BundleError(f"bundles of {' and '.join(sorted(archs))} cannot be merged: merge them apart")
         bundle.check_all()

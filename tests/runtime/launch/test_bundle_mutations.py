@@ -162,7 +162,7 @@ def with_checksums(content: bytes, chance: random.Random) -> bytes:
 
 
 def file_of(index: Any, frames: list[bytes]) -> bytes:
-    raw = zlib.compress(json.dumps(index).encode(), 1)
+    raw = zlib.compress(json.dumps(index, separators=(",", ":")).encode(), 1)
     return b"".join((HEAD.pack(MAGIC, 1, len(raw), hashlib.sha256(raw).digest()), raw, *frames))
 
 
