@@ -68,7 +68,7 @@ def bind_entry(
     if multiprocessors is None:
         multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
     inputs: dict[str, Any] = side._asdict() | tensors._asdict()
-    read = [inputs.get(name) for name in plan.tensors]
+    read: list[Any] = [inputs.get(name) for name in plan.tensors]
     known = {*inputs, "scale", *(workspace.name for workspace in plan.workspaces)}
     used = {descriptor.tensor for descriptor in plan.descriptors}
     used |= {parameter.name for stage in entry.stages for parameter in stage.parameters if parameter.name}

@@ -17,7 +17,7 @@ import torch
 from flashtune import testing
 from flashtune.bundle.bundle_file import HEAD, MAGIC, bundle_of, dump_bundle
 from flashtune.bundle.driver import Driver
-from flashtune.bundle.records import Receipt
+from flashtune.bundle.records import Entry, Receipt
 from flashtune.core.errors import KernelError
 from flashtune.core.record import Record
 from flashtune.core.target import find_target
@@ -55,7 +55,8 @@ def records_of_three_kernels() -> list[Record]:
 
 @pytest.fixture(name="content", scope="module")
 def bundle_of_three_kernels(records: list[Record]) -> bytes:
-    entries, codes = [], {}
+    entries: list[Entry] = []
+    codes: dict[str, bytes] = {}
     for record in records:
         kernel = kernel_of(record, CONTIGUOUS)
         recipes = [recipe_of(record, CONTIGUOUS)]
