@@ -70,7 +70,7 @@ def test_program_launches_the_entry(tmp_path: Path, family: str) -> None:
     program = build(tmp_path, tmp_path)
     (stage,) = entry.stages
     environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path), "PARAMETERS": str(len(stage.parameters))}
-    words = [program, tmp_path / "kernels.bundle", entry.kernel[:8], "4", "512", "64", "1"]
+    words: list[str | Path] = [program, tmp_path / "kernels.bundle", entry.kernel[:8], "4", "512", "64", "1"]
     ran = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
     # The stub computes nothing.
     assert ran.returncode == 1, ran.stderr
@@ -95,7 +95,7 @@ def test_program_launches_the_entry(tmp_path: Path, family: str) -> None:
             " ".join(map(str, ["map", descriptor.element_type, descriptor.swizzle, *sizes, *steps]))
         )
     assert maps == expected
-    for wrong in ((program, tmp_path / "libcuda.so.1", *words[2:]), words[:2]):
+    for wrong in ([program, tmp_path / "libcuda.so.1", *words[2:]], words[:2]):
         refused = subprocess.run(wrong, env=environment, capture_output=True, text=True, check=False)
         assert (refused.returncode, len(refused.stderr.splitlines())) == (2, 1)
 

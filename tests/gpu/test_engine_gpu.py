@@ -30,6 +30,14 @@ def test_results_are_those_of_the_reference(tmp_path: Path, family: str, causal:
     kernel = kernel_of(make_record(problem, family=family), CONTIGUOUS)
     entry, codes = entry_of(kernel, problem, compile_binary(kernel, device_target(0)), "12.8")
     (tmp_path / "kernels.bundle").write_bytes(dump_bundle("sm_90", "1", [entry], codes))
-    words = [program, tmp_path / "kernels.bundle", entry.kernel, "8", "1024", "128", str(causal)]
+    words: list[str | Path] = [
+        program,
+        tmp_path / "kernels.bundle",
+        entry.kernel,
+        "8",
+        "1024",
+        "128",
+        str(causal),
+    ]
     ran = subprocess.run(words, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr
