@@ -82,26 +82,34 @@ def without_debug(cubin: bytes) -> bytes:
     table = listed[0].header
     stripped = bytearray(cubin[:FILE_HEADER])
     headers = bytearray(cubin[table : table + size * count])
+    # The new position and the size of the section or table at a position.
     moved: dict[int, int] = {}
+    sizes = {segments_at: segment_size * segment_count}
     for section in sorted(listed[1:], key=lambda section: section.offset):
         (alignment,) = struct.unpack_from("<Q", cubin, section.header + 0x30)
         stripped.extend(bytes(-len(stripped) % max(alignment, 1)))
-        is_debug = section.name.removeprefix(".rela").startswith(DEBUG)
+        is_debug = section.name.removeprefix(".rela").removeprefix(".rel").startswith(DEBUG)
         kept = 0 if is_debug else section.size
         struct.pack_into("<QQ", headers, section.header - table + 0x18, len(stripped), kept)
         if kept and section.type != NO_BITS:
-            moved[section.offset] = len(stripped)
+            moved[section.offset], sizes[section.offset] = len(stripped), section.size
             stripped += section.content(cubin)
     stripped.extend(bytes(-len(stripped) % 8))
     moved[segments_at] = len(stripped) + len(headers)
     struct.pack_into("<QQ", stripped, 0x20, moved[segments_at], len(stripped))
     segments = bytearray(cubin[segments_at : segments_at + segment_size * segment_count])
     for at in range(0, len(segments), segment_size or 1):
-        start, *_, length = struct.unpack_from("<QQQQ", segments, at + 8)
-        inside = {moved[old] - old for old in moved if start <= old < start + length}
-        if length and (start not in moved or len(inside) != 1):
+        start, *_, length, memory = struct.unpack_from("<QQQQQ", segments, at + 8)
+        if not length:
+            struct.pack_into("<Q", segments, at + 8, 0)
+            continue
+        inside = [old for old in moved if start <= old < start + length]
+        if start not in moved:
             raise BundleError("a kernel's machine code has segments that bundles do not support")
-        struct.pack_into("<Q", segments, at + 8, moved.get(start, 0))
+        # The gaps between its sections depend on their alignment and on the positions in the file.
+        end = max(moved[old] + sizes[old] for old in inside)
+        struct.pack_into("<Q", segments, at + 8, moved[start])
+        struct.pack_into("<QQ", segments, at + 32, end - moved[start], end - moved[start] + memory - length)
     return bytes(stripped + headers + segments)
 
 
