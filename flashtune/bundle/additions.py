@@ -87,4 +87,4 @@ def joined(bundles: Sequence[Bundle], recipes: Collection[str]) -> bytes:
                     groups.append(copied(bundle, index.groups[piece.group]))
                 codes[code] = msgspec.structs.replace(piece, group=numbers[piece.group])
     first = bundles[0].index
-    return assembled(Index(first.arch, first.flashtune, size, entries, tuple(groups), codes, kernels), frames)
+    return assembled(Index(first.arch, first.flashtune, size, tuple(groups), entries, codes, kernels), frames)
