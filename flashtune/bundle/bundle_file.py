@@ -64,6 +64,7 @@ class Bundle:
             raise BundleError(
                 f"{where} has format {version} and this flashtune reads {VERSION}: use a matching bundle"
             )
+        self.digest = digest.hex()  # Of the index, and so of the contents.
         self._frames = HEAD.size + size
         raw = read(HEAD.size, size) if self._frames <= length and size <= MAX_INDEX_BYTES else b""
         if hashlib.sha256(raw).digest() != digest:
