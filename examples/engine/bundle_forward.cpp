@@ -1,10 +1,10 @@
 // Runs a forward kernel of a bundle through CUDA's driver, and compares rows with a reference on the CPU.
-//
 //   g++ -std=c++20 -O2 -I CUDA/include bundle_forward.cpp -o bundle_forward -llzma -lz -l:libcuda.so.1
 //   ./bundle_forward kernels.bundle KERNEL HEADS SEQLEN HEAD_DIM CAUSAL
 //
 // KERNEL is the begin of a digest of `flashtune bundle list --json`, of a bf16 kernel without features and log-sum-exp.
-// CAUSAL is 0 or 1. docs/bundles.md has the format. An engine should also check each SHA-256.
+// CAUSAL is 0 or 1. docs/bundles.md has the format. An engine should also check each SHA-256. It may launch a stage with
+// `early` by programmatic stream serialization.
 #include <cuda.h>
 #include <lzma.h>
 #include <zlib.h>
@@ -16,13 +16,11 @@
 #include <iostream>
 #include <map>
 #include <numeric>
-#include <stdexcept>
 #include <string>
 #include <vector>
 
 using Int = int64_t;
 using Error = std::runtime_error;
-
 struct Json {  // An object's values are in `items`. Numbers are integers.
     std::string text;
     Int number = 0;
@@ -56,22 +54,27 @@ Json parse(const char*& at) {
     return value;
 }
 
-std::string frame(const std::string& file, Int start, const Json& where) {  // [offset, size, full size, SHA-256]
-    std::string content(where[2], 0);
+Int little(const char* at, size_t size) { Int value = 0; return std::memcpy(&value, at, size), value; }
+std::string hex(const char* at, size_t size) {
+    std::string text;
+    for (size_t i = 0; i < 2 * size; ++i) text += "0123456789abcdef"[at[i / 2] >> (i % 2 ? 0 : 4) & 15];
+    return text;
+}
+std::string frame(const std::string& file, Int at, Int size, Int full_size) {
+    std::string content(full_size, 0);
     lzma_stream stream = LZMA_STREAM_INIT;
-    if (start + where[0] + where[1] > Int(file.size()) || lzma_alone_decoder(&stream, -1)) throw Error("damaged frame");
-    stream.next_in = (const uint8_t*)file.data() + start + where[0], stream.avail_in = where[1];
-    stream.next_out = (uint8_t*)content.data(), stream.avail_out = content.size();
+    if (at + size > Int(file.size()) || lzma_alone_decoder(&stream, -1)) throw Error("a frame is damaged");
+    stream.next_in = (const uint8_t*)file.data() + at, stream.avail_in = size;
+    stream.next_out = (uint8_t*)content.data(), stream.avail_out = full_size;
     while (stream.avail_out && lzma_code(&stream, LZMA_RUN) == LZMA_OK) {}
     lzma_end(&stream);
-    return stream.avail_out ? throw Error("damaged frame") : content;
+    return stream.avail_out ? throw Error("a frame is damaged") : content;
 }
 
 void check(CUresult status) {
     const char* text = "unknown error";
     if (status) cuGetErrorString(status, &text), throw Error(std::string("CUDA: ") + text);
 }
-
 Int floored(Int a, Int b) { return a / b - (a % b && (a < 0) != (b < 0)); }
 const std::map<std::string, Int (*)(Int, Int)> binary = {
     {"add", [](Int a, Int b) { return a + b; }}, {"min", [](Int a, Int b) { return std::min(a, b); }},
@@ -100,29 +103,27 @@ std::vector<Int> evaluate(const Json& program, const Int (&sizes)[4], const Int 
     }
     return values;
 }
-
 float number_of(uint16_t bf16) { return std::bit_cast<float>(uint32_t(bf16) << 16); }
 int main(int count, char** words) try {
     if (count != 7) throw Error("arguments: FILE KERNEL HEADS SEQLEN HEAD_DIM CAUSAL");
     const Int heads = atoi(words[3]), length = atoi(words[4]), width = atoi(words[5]), causal = atoi(words[6]);
     std::ifstream stream(words[1], std::ios::binary);
     const std::string file(std::istreambuf_iterator<char>(stream), {});
-    uint64_t packed = 0;
-    if (file.size() > 52) std::memcpy(&packed, file.data() + 12, 8);
-    if (file.compare(0, 12, "FTBUNDLE\1\0\0\0", 12) || packed + 52 > file.size()) throw Error("this is no bundle");
-    std::string text(64 << 20, 0); uLongf size = text.size();
-    if (uncompress((Bytef*)text.data(), &size, (Bytef*)file.data() + 52, packed)) throw Error("the index is damaged");
-    const Int start = 52 + packed;
-    const char* at = text.c_str();
-    const Json index = parse(at), &entries = index("entries");
-    size_t chosen = 0;
-    while (chosen < entries.keys.size() && !entries.keys[chosen].starts_with(words[2])) ++chosen;
-    at = (text = frame(file, start, entries.items.at(chosen))).c_str();
-    const Json entry = parse(at), &plan = entry("plan");
+    const Int packed = file.size() > 52 ? little(&file[12], 8) : 0, start = 52 + packed;
+    if (file.compare(0, 12, "FTBUNDLE\1\0\0\0", 12) || start > Int(file.size())) throw Error("this is no bundle");
+    std::string index(64 << 20, 0); uLongf size = index.size();
+    if (uncompress((Bytef*)index.data(), &size, (Bytef*)&file[52], packed)) throw Error("the index is damaged");
+    // The index has sizes of 4 bytes, a head, and rows of entries (64 bytes) and machine code (44 bytes).
+    const char *at = &index[16], *row = at + little(&index[0], 4), *codes = row + 64 * little(&index[4], 4);
+    const char* recipes = codes + 44 * little(&index[8], 4);
+    const Json head = parse(at), &groups = head("groups");
+    while (row < codes && !hex(row, 16).starts_with(words[2])) row += 64;
+    if (row >= codes) throw Error("the bundle has no such kernel");
+    const std::string text = frame(file, start + little(row + 16, 8), little(row + 24, 4), little(row + 28, 4));
+    const Json entry = parse(at = text.c_str()), &plan = entry("plan");
     CUdevice device; CUcontext context; int processors;
-    check(cuInit(0)), check(cuDeviceGet(&device, 0));
-    check(cuDevicePrimaryCtxRetain(&context, device)), check(cuCtxSetCurrent(context));
-    check(cuDeviceGetAttribute(&processors, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, device));
+    check(cuInit(0)), check(cuDeviceGet(&device, 0)), check(cuDevicePrimaryCtxRetain(&context, device));
+    check(cuCtxSetCurrent(context)), check(cuDeviceGetAttribute(&processors, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, device));
     const size_t numbers = heads * length * width;  // Tensors are [1, heads, length, width] and contiguous.
     std::map<std::string, std::vector<uint16_t>> values_of;
     std::map<std::string, CUdeviceptr> memory;
@@ -158,8 +159,10 @@ int main(int count, char** words) try {
     }
     const float scale = 1 / std::sqrt(float(width));
     for (const Json& stage : entry("stages").items) {
-        const Json& piece = index("codes")(stage("code").text);  // [group, offset, size]
-        const std::string code = frame(file, start, index("groups").items.at(piece[0])).substr(piece[1], piece[2]);
+        const char* piece = codes;
+        while (piece < recipes && hex(piece, 32) != stage("code").text) piece += 44;
+        const Json& group = groups.items.at(little(piece + 32, 4));  // [offset, size, decompressed size, SHA-256]
+        const std::string code = frame(file, start + group[0], group[1], group[2]).substr(little(piece + 36, 4));
         CUmodule module; CUfunction function;
         const unsigned shared = stage("shared_bytes").number;
         check(cuModuleLoadData(&module, code.data()));
@@ -177,7 +180,6 @@ int main(int count, char** words) try {
         }
         unsigned grid[3] = {1, 1, 1}, threads = stage("threads").number;
         for (size_t i = 0; i < stage("grid").items.size(); ++i) grid[i] = values.at(stage("grid")[i]);
-        // A stage with `early` also runs without programmatic stream serialization.
         check(cuLaunchKernel(function, grid[0], grid[1], grid[2], threads, 1, 1, shared, nullptr, parameters.data(), 0));
     }
     check(cuMemcpyDtoH(values_of["out"].data(), memory["out"], 2 * numbers));
@@ -193,8 +195,6 @@ int main(int count, char** words) try {
         }
         for (Int i = 0; i < width; ++i) worst = std::max(worst, std::abs(sums[i] / sums[width] - element("out", row, i)));
     }
-    std::cout << entries.keys[chosen] << ": largest difference " << worst << "\n";
+    std::cout << entry("kernel").text << ": largest difference " << worst << "\n";
     return worst < 0.02 ? 0 : 1;
-} catch (const std::exception& error) {
-    return std::cerr << error.what() << "\n", 2;
-}
+} catch (const std::exception& error) { return std::cerr << error.what() << "\n", 2; }

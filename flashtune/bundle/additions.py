@@ -47,7 +47,7 @@ def add_entries(
     with alone_with(Path(f"{path}.lock"), LOCK_SECONDS):
         try:
             earlier = [open_bundle(path, own=True)]
-            if earlier[0].arch != arch or earlier[0].index.size > MAX_BYTES:
+            if earlier[0].index.arch != arch or earlier[0].index.size > MAX_BYTES:
                 earlier = []
             own = [_with_earlier(entry, earlier) for entry in own]
             added = bundle_of(dump_bundle(arch, version, own, codes), str(path))
@@ -100,4 +100,4 @@ def joined(bundles: Sequence[Bundle], recipes: Collection[str]) -> bytes:
                     groups.append(copied(bundle, index.groups[piece.group]))
                 codes[code] = msgspec.structs.replace(piece, group=numbers[piece.group])
     first = bundles[0].index
-    return assembled(Index(first.arch, first.flashtune, size, entries, tuple(groups), codes, kernels), frames)
+    return assembled(Index(first.arch, first.flashtune, size, tuple(groups), entries, codes, kernels), frames)

@@ -5,7 +5,7 @@
     8       4     version of the format
     12      8     size of the index
     20      32    SHA-256 of the index
-    52            the index: JSON without spaces, compressed by zlib
+    52            the index, compressed by zlib
                   frames, each compressed by LZMA: an entry as JSON, or machine code of some kernels
 
 Numbers are little-endian. Offsets of frames count from the end of the index. A reader takes the
@@ -13,7 +13,6 @@ index, and then one frame at a time. Two builds of the same kernels give the sam
 """
 
 import contextlib
-import functools
 import hashlib
 import lzma
 import os
@@ -23,17 +22,15 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, TypeVar
 
 import msgspec
 
 from flashtune.bundle.cubin import machine_digest
+from flashtune.bundle.index import Frame, Index, Piece, decode_index, encode_index
 from flashtune.bundle.program import check_entry
-from flashtune.bundle.records import Entry, Receipt, Sha256
+from flashtune.bundle.records import Entry, Receipt
 from flashtune.core.errors import BundleError
 from flashtune.core.files import is_own
-from flashtune.core.record import Digest, ShortText
-from flashtune.core.target import ArchName
 
 MAGIC = b"FTBUNDLE"
 VERSION = 1
@@ -46,46 +43,6 @@ GROUP_BYTES = 2 * 1024 * 1024
 # Without a checksum: frames have SHA-256.
 COMPRESSION = {"format": lzma.FORMAT_ALONE, "preset": 6 | lzma.PRESET_EXTREME}
 AGAIN = "build or download it again"
-
-Kind = TypeVar("Kind")
-Position = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
-
-
-class Frame(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Compressed bytes of a file."""
-
-    offset: Position
-    size: Position
-    full_size: Position  # The number of decompressed bytes.
-    sha256: Sha256  # Of the decompressed bytes.
-
-
-class Piece(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Machine code in a frame."""
-
-    group: Position  # The frame's position in `Index.groups`.
-    offset: Position  # Of the decompressed bytes.
-    size: Position
-
-
-class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The contents of a bundle."""
-
-    arch: ArchName  # The architecture of all machine code.
-    flashtune: ShortText  # The version that wrote the bundle.
-    size: Position  # The number of bytes of all frames.
-    entries: dict[Digest, Frame]  # By the digest of the kernel.
-    groups: tuple[Frame, ...]  # Frames of machine code.
-    codes: dict[Sha256, Piece]  # Machine code by its SHA-256.
-    recipes: dict[Digest, Digest]  # Digests of kernels by the hashes of `recipe_of`.
-
-
-class LazyIndex(Index, frozen=True, forbid_unknown_fields=True):
-    """The contents of a bundle without its tables. Names are looked up in their text, which is faster."""
-
-    entries: msgspec.Raw  # type: ignore[assignment]
-    codes: msgspec.Raw  # type: ignore[assignment]
-    recipes: msgspec.Raw  # type: ignore[assignment]
 
 
 class Bundle:
@@ -107,55 +64,40 @@ class Bundle:
             raise BundleError(
                 f"{where} has format {version} and this flashtune reads {VERSION}: use a matching bundle"
             )
+        self.digest = digest.hex()  # Of the index, and so of the contents.
         self._frames = HEAD.size + size
         raw = read(HEAD.size, size) if self._frames <= length and size <= MAX_INDEX_BYTES else b""
         if hashlib.sha256(raw).digest() != digest:
             raise self._damaged("its index is incomplete or changed")
         try:
-            self._text = zlib.decompressobj().decompress(raw, MAX_INDEX_BYTES)
-        except zlib.error as error:
+            unpacked = zlib.decompressobj().decompress(raw, MAX_INDEX_BYTES)
+            self.index = decode_index(unpacked)
+        except (zlib.error, struct.error, ValueError, RecursionError) as error:
             raise self._damaged("its index cannot be read") from error
-        self._lazy = self._decoded(self._text, LazyIndex)
-        self.arch = self._lazy.arch
-        if length != self._frames + self._lazy.size:
+        if length != self._frames + self.index.size:
             raise self._damaged("it is truncated, or bytes were added")
-
-    @functools.cached_property
-    def index(self) -> Index:
-        """The whole index. With thousands of kernels it takes several MB."""
-        return self._decoded(self._text, Index)
-
-    def _decoded(self, text: bytes, kind: type[Kind]) -> Kind:
-        try:
-            return msgspec.json.decode(text, type=kind)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise self._damaged("a part of it cannot be read") from error
-
-    def _value(self, table: bytes, name: str, kind: type[Kind], end: bytes) -> Kind | None:
-        """Returns the value of a name in a table of the index, None without one. Its text ends with `end`."""
-        key = b'"%s":' % name.encode()
-        start = self._text.find(key, self._text.find(b'"%s":{' % table)) + len(key)
-        if start < len(key):
-            return None
-        return self._decoded(self._text[start : self._text.find(end, start + 1) + 1], kind)
 
     def _damaged(self, reason: str) -> BundleError:
         return BundleError(f"the bundle {self.where} is damaged ({reason}): {AGAIN}")
 
     def entry(self, kernel: str) -> Entry | None:
         """Returns the entry of a kernel by the kernel's digest, None without one."""
-        frame = self._value(b"entries", kernel, Frame, b"]")
+        frame = self.index.entries.get(kernel)
         if frame is None:
             return None
         raw = self._read(frame, frame.full_size, MAX_ENTRY_BYTES)
-        entry = self._decoded(self._check(raw, frame.sha256), Entry)
+        self._check(raw, frame.sha256)
+        try:
+            entry = msgspec.json.decode(raw, type=Entry)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise self._damaged("an entry cannot be read") from error
         if entry.kernel != kernel:
             raise self._damaged("an entry has the place of another")
         return check_entry(entry)
 
     def entry_of_recipe(self, recipe: str) -> Entry | None:
         """Returns the entry of the kernel that is rendered from some values, None without one."""
-        kernel = self._value(b"recipes", recipe, str, b'"')
+        kernel = self.index.recipes.get(recipe)
         entry = None if kernel is None else self.entry(kernel)
         if entry is not None and recipe not in entry.recipes:
             raise self._damaged("a recipe has the place of another")
@@ -163,10 +105,10 @@ class Bundle:
 
     def code(self, sha256: str) -> bytes:
         """Returns machine code."""
-        piece = self._value(b"codes", sha256, Piece, b"]")
-        if piece is None or piece.group >= len(self._lazy.groups):
+        piece = self.index.codes.get(sha256)
+        if piece is None or piece.group >= len(self.index.groups):
             raise self._damaged("machine code is missing")
-        content = self._read(self._lazy.groups[piece.group], piece.offset + piece.size, MAX_CODE_BYTES)
+        content = self._read(self.index.groups[piece.group], piece.offset + piece.size, MAX_CODE_BYTES)
         return self._check(content[piece.offset :], sha256)
 
     def _check(self, content: bytes, sha256: str) -> bytes:
@@ -176,7 +118,7 @@ class Bundle:
 
     def _read(self, frame: Frame, size: int, limit: int) -> bytes:
         """Returns the first decompressed bytes of a frame."""
-        if size > limit or frame.offset + frame.size > self._lazy.size:
+        if size > limit or frame.offset + frame.size > self.index.size:
             raise self._damaged("a part of it is outside of the file")
         try:
             packed = self.packed(frame)
@@ -258,13 +200,12 @@ def dump_bundle(arch: str, version: str, entries: Iterable[Entry], codes: Mappin
             pieces[sha256] = Piece(number, start, len(codes[sha256]))
             start += len(codes[sha256])
     recipes = {recipe: kernel for kernel, entry in sorted(by_kernel.items()) for recipe in entry.recipes}
-    found, shared = dict(sorted(recipes.items())), dict(sorted(pieces.items()))
-    return assembled(Index(arch, version, offset, listed, tuple(groups), shared, found), frames)
+    return assembled(Index(arch, version, offset, tuple(groups), listed, pieces, recipes), frames)
 
 
 def assembled(index: Index, frames: Iterable[bytes]) -> bytes:
     """Returns the bytes of a file with an index and compressed frames."""
-    raw = zlib.compress(msgspec.json.encode(index), 9)
+    raw = zlib.compress(encode_index(index), 9)
     head = HEAD.pack(MAGIC, VERSION, len(raw), hashlib.sha256(raw).digest())
     return b"".join((head, raw, *frames))
 
@@ -296,7 +237,7 @@ def merged(bundles: Iterable[Bundle]) -> tuple[list[Entry], dict[str, bytes]]:
     codes: dict[str, bytes] = {}
     archs: set[str] = set()
     for bundle in bundles:
-        archs.add(bundle.arch)
+        archs.add(bundle.index.arch)
         if len(archs) > 1:
             raise BundleError(f"bundles of {' and '.join(sorted(archs))} cannot be merged: merge them apart")
         bundle.check_all()

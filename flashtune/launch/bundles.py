@@ -160,9 +160,9 @@ class Bundles:
 
             try:
                 bundle = open_bundle(path, own=path == database)
-                if bundle.arch != target.arch:
+                if bundle.index.arch != target.arch:
                     raise BundleError(
-                        f"the bundle {path} is for {bundle.arch}, not for {target.arch}: use another"
+                        f"the bundle {path} is for {bundle.index.arch}, not for {target.arch}: use another"
                     )
                 yield bundle
             except BundleError as error:

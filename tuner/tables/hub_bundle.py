@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 
 HEAD = struct.Struct("<8sIQ32s")
+# Of the index: sizes, and rows of entries and machine code.
+COUNTS, ENTRY, CODE = struct.Struct("<IIII"), struct.Struct("<16sQII32s"), struct.Struct("<32sIII")
 BEGIN = b"FTBUNDLE\x01\0\0\0"
 # Most grids of a kernel whose launches are kept.
 MAX_GRIDS = 512
@@ -44,7 +46,15 @@ class Bundle:
         packed = self._read(HEAD.size, self._size)
         if not head.startswith(BEGIN) or hashlib.sha256(packed).digest() != digest:
             raise RuntimeError(f"{path} is damaged: download the package again")
-        self.index = json.loads(zlib.decompress(packed))
+        index = zlib.decompress(packed)
+        head_size, entries, codes, _ = COUNTS.unpack_from(index)
+        start = COUNTS.size + head_size
+        self._groups = json.loads(index[COUNTS.size : start])["groups"]
+        end = start + entries * ENTRY.size
+        rows = ENTRY.iter_unpack(index[start:end])
+        self._entries = {key.hex(): (*frame, sha256.hex()) for key, *frame, sha256 in rows}
+        pieces = CODE.iter_unpack(index[end : end + codes * CODE.size])
+        self._codes = {key.hex(): piece for key, *piece in pieces}
 
     def _read(self, offset: int, size: int) -> bytes:
         with self._path.open("rb") as file:
@@ -60,7 +70,7 @@ class Bundle:
 
     def entry(self, kernel: str, gpu: str) -> Any:
         """Returns the launch of a kernel that was verified on this GPU, otherwise None."""
-        frame = self.index["entries"].get(kernel)
+        frame = self._entries.get(kernel)
         if frame is None:
             return None
         entry = json.loads(self._frame(frame), object_hook=lambda fields: SimpleNamespace(**fields))
@@ -68,8 +78,8 @@ class Bundle:
 
     def code(self, sha256: str) -> bytes:
         """Returns machine code."""
-        group, offset, size = self.index["codes"][sha256]
-        return self._frame(self.index["groups"][group])[offset : offset + size]
+        group, offset, size = self._codes[sha256]
+        return self._frame(self._groups[group])[offset : offset + size]
 
 
 def use(module: Any, bundle: Bundle, kernel: str, gpu: str, driver: Any) -> None:

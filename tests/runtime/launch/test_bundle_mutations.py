@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from flashtune import testing
-from flashtune.bundle.bundle_file import HEAD, MAGIC, bundle_of, dump_bundle
+from flashtune.bundle.bundle_file import HEAD, MAGIC, assembled, bundle_of, dump_bundle
 from flashtune.bundle.driver import Driver
+from flashtune.bundle.index import Frame
 from flashtune.bundle.records import Entry, Receipt
 from flashtune.core.errors import KernelError
 from flashtune.core.record import Record
@@ -134,37 +135,50 @@ def packed(content: bytes) -> bytes:
     return lzma.compress(content, format=lzma.FORMAT_ALONE, preset=0)
 
 
-def with_checksums(content: bytes, chance: random.Random) -> bytes:
-    """The file with a change in an entry or in the index, and right checksums."""
+def with_entry(content: bytes, chance: random.Random) -> bytes:
+    """The file with a change in an entry, and right checksums."""
     bundle = bundle_of(content, "")
-    size = HEAD.unpack_from(content)[2]
-    index = json.loads(zlib.decompress(content[HEAD.size : HEAD.size + size]))
-    frames, offset = [], 0
-    trees = {
+    index, frames, offset = bundle.index, [], 0
+    read = {
         kernel: json.loads(bundle._read(frame, frame.full_size, 2**20))
-        for kernel, frame in bundle.index.entries.items()
+        for kernel, frame in index.entries.items()
     }
-    in_entries = chance.random() < 0.7
-    if in_entries:
-        change(trees, chance)
-    for kernel, tree in trees.items():
-        raw = json.dumps(tree).encode()
+    trees = dict(read)
+    change(trees, chance)
+    entries = {}
+    for kernel in read:
+        raw = json.dumps(trees.get(kernel)).encode()
         frames.append(packed(raw))
-        index["entries"][kernel] = [offset, len(frames[-1]), len(raw), hashlib.sha256(raw).hexdigest()]
+        entries[kernel] = Frame(offset, len(frames[-1]), len(raw), hashlib.sha256(raw).hexdigest())
         offset += len(frames[-1])
-    for number, frame in enumerate(bundle.index.groups):
+    groups = []
+    for frame in index.groups:
         frames.append(bundle.packed(frame))
-        index["groups"][number][0] = offset
+        groups.append(msgspec.structs.replace(frame, offset=offset))
         offset += frame.size
-    index["size"] = offset
-    if not in_entries:
-        change(index, chance)
-    return file_of(index, frames)
+    return assembled(index._replace(size=offset, groups=tuple(groups), entries=entries), frames)
 
 
-def file_of(index: Any, frames: list[bytes]) -> bytes:
-    raw = zlib.compress(json.dumps(index, separators=(",", ":")).encode(), 1)
-    return b"".join((HEAD.pack(MAGIC, 1, len(raw), hashlib.sha256(raw).digest()), raw, *frames))
+def with_index(content: bytes, chance: random.Random) -> bytes:
+    """The file with a change in its index, and right checksums."""
+    size = HEAD.unpack_from(content)[2]
+    raw, frames = zlib.decompress(content[HEAD.size : HEAD.size + size]), content[HEAD.size + size :]
+    if chance.random() < 0.5:
+        raw = zlib.compress(with_damage(raw, chance), 1)
+        return HEAD.pack(MAGIC, 1, len(raw), hashlib.sha256(raw).digest()) + raw + frames
+    index = bundle_of(content, "").index
+    field = chance.choice(("entries", "codes", "recipes"))
+    rows: dict[str, Any] = dict(getattr(index, field))
+    one, other = chance.choice(list(rows)), chance.choice(list(rows))
+    if isinstance(rows[one], str) or chance.random() < 0.6:
+        rows[one], rows[other] = rows[other], rows[one]
+    else:
+        number = chance.choice([name for name in rows[one].__struct_fields__ if name != "sha256"])
+        value = chance.choice((0, 1, 2**31, getattr(rows[one], number) + chance.choice((-1, 1))))
+        rows[one] = msgspec.structs.replace(rows[one], **{number: max(0, value)})
+    if chance.random() < 0.2:
+        del rows[one]
+    return assembled(index._replace(**{field: rows}), [frames])
 
 
 def with_damage(content: bytes, chance: random.Random) -> bytes:
@@ -198,7 +212,7 @@ def test_mutated_bundles_are_refused_or_launch_the_same(
     chance, used = random.Random(43), 0
     number = fuzz_count(200, 2000)
     for count in range(number):
-        mutate = with_damage if count % 4 == 0 else with_checksums
+        mutate = (with_damage, with_index, with_entry, with_entry)[count % 4]
         path.write_bytes(mutate(content, chance))
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")

@@ -17,6 +17,8 @@ from flashtune.core.notices import FlashtuneWarning
 from flashtune.core.record import Record, Selection, VerificationStatus
 from flashtune.core.target import find_target
 from flashtune.dispatch.bound_request import KernelKey
+from flashtune.dispatch.platform import PLATFORM
+from flashtune.dispatch.tables import table_hash
 from flashtune.launch.binding import bind, compile_binary
 from flashtune.launch.bundle_binding import BundledBinary
 from flashtune.launch.bundle_entries import entry_of, tail_entry
@@ -172,6 +174,15 @@ def test_damaged_code_or_failed_load_is_compiled_instead(path: Path, entry: Any,
             warnings.simplefilter("ignore")
             assert bundles.load(found, H200, CPU) is None
         assert bundles.find(record, CONTIGUOUS, H200) is None
+
+
+def test_hash_of_dispatch_covers_bundles(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashes = set()
+    for content in (path.read_bytes(), dump_bundle("sm_90", "2.0", [], {})):
+        path.write_bytes(content)
+        monkeypatch.setattr(PLATFORM, "bundles", Bundles())
+        hashes.add(table_hash(H200.name))
+    assert len(hashes) == 2
 
 
 def test_without_a_bundle_nothing_is_found(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:

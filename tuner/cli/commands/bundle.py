@@ -157,7 +157,7 @@ def merge_bundles(sources: tuple[Path, ...], out: Path, as_json: bool) -> None:
 
     bundles = [*map(open_bundle, sources)]
     entries, codes = merged(bundles)
-    _write(out, bundles[0].arch, entries, codes, (), as_json=as_json)
+    _write(out, bundles[0].index.arch, entries, codes, (), as_json=as_json)
 
 
 def _write(
