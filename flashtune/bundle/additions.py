@@ -6,17 +6,8 @@ from pathlib import Path
 
 import msgspec
 
-from flashtune.bundle.bundle_file import (
-    Bundle,
-    Frame,
-    Index,
-    Piece,
-    assembled,
-    bundle_of,
-    dump_bundle,
-    open_bundle,
-    with_both,
-)
+from flashtune.bundle.bundle_file import Bundle, assembled, bundle_of, dump_bundle, open_bundle, with_both
+from flashtune.bundle.index import Frame, Index, Piece
 from flashtune.bundle.records import Entry
 from flashtune.core.errors import BundleError
 from flashtune.core.files import alone_with, replace_file

@@ -17,7 +17,7 @@ import torch
 from flashtune import testing
 from flashtune.bundle.bundle_file import HEAD, MAGIC, assembled, bundle_of, dump_bundle
 from flashtune.bundle.driver import Driver
-from flashtune.bundle.index import Frame
+from flashtune.bundle.index import Frame, Index
 from flashtune.bundle.records import Entry, Receipt
 from flashtune.core.errors import KernelError
 from flashtune.core.record import Record
@@ -178,7 +178,8 @@ def with_index(content: bytes, chance: random.Random) -> bytes:
         rows[one] = msgspec.structs.replace(rows[one], **{number: max(0, value)})
     if chance.random() < 0.2:
         del rows[one]
-    return assembled(index._replace(**{field: rows}), [frames])
+    changed: dict[str, Any] = {**index._asdict(), field: rows}
+    return assembled(Index(**changed), [frames])
 
 
 def with_damage(content: bytes, chance: random.Random) -> bytes:
