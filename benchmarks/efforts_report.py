@@ -184,7 +184,8 @@ def _work(searches: Sequence[Searched]) -> str:
         lines = tuple(
             (style, busy(row, names, width if "compile" in names else 1)) for style, names in WORK.values()
         )
-        up = Axis(0, 1.02, tuple((share, f"{share:.0%}") for share in (0.0, 0.5, 1.0)))
+        # The title is below zero.
+        up = Axis(-0.2, 1.02, tuple((share, f"{share:.0%}") for share in (0.0, 0.5, 1.0)))
         panels.append(Panel(row.shape, _seconds(row.seconds), up, lines))
     styles = [style for style, _ in WORK.values()]
     return charts.picture("Busy share of each second of a default search", styles, panels, legend_step=150)
