@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from flashtune.bundle import additions
 from flashtune.bundle.additions import add_entries
 from flashtune.bundle.bundle_file import open_bundle
 from flashtune.bundle.records import Entry
@@ -72,14 +73,18 @@ def test_kernel_keeps_the_recipes_that_it_has(tmp_path: Path, entries: Entries) 
     assert {*open_bundle(path).index.recipes} == {recipe(1)}
 
 
-@pytest.mark.parametrize("damage", ["bytes", "writable", "other"])
-def test_unusable_file_is_replaced(tmp_path: Path, entries: Entries, damage: str) -> None:
+@pytest.mark.parametrize("damage", ["bytes", "writable", "large", "other"])
+def test_unusable_file_is_replaced(
+    tmp_path: Path, entries: Entries, damage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "db.bundle"
     add(path, entries[0])
     if damage == "bytes":
         path.write_bytes(path.read_bytes()[:-1])
     elif damage == "writable":
         path.chmod(0o666)
+    elif damage == "large":
+        monkeypatch.setattr(additions, "MAX_BYTES", 10)
     else:
         add_entries(path, "sm_80", "1.0", [entries[0][0]], entries[0][1], {recipe(1)})
     add(path, entries[1])

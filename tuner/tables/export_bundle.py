@@ -33,9 +33,14 @@ def verified_bundles(records: Iterable[Record], watch: Watch) -> dict[str, bytes
             calls = [(record.problem, record.specialization) for record in own]
             tables = Tables(database=by_problem(own), shipped={})
             built = build(calls, target, tables, [TunedTable(target=name, records=tuple(own))], watch)
-            content = dump_bundle(target.arch, VERSION, built.entries, built.codes)
-            parts[target.arch].append(bundle_of(content, name))
-    return {arch: dump_bundle(arch, VERSION, *merged(of_arch)) for arch, of_arch in parts.items()}
+            parts[target.arch].append(dump_bundle(target.arch, VERSION, built.entries, built.codes))
+    return {arch: _merged(arch, contents) for arch, contents in parts.items()}
+
+
+def _merged(arch: str, contents: list[bytes]) -> bytes:
+    if len(contents) == 1:
+        return contents[0]
+    return dump_bundle(arch, VERSION, *merged(bundle_of(content, arch) for content in contents))
 
 
 def the_bundle(bundles: dict[str, bytes]) -> bytes:
