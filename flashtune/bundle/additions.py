@@ -1,7 +1,7 @@
 """Adds kernels to a bundle that several processes write."""
 
 import functools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -23,11 +23,11 @@ def add_entries(
     version: str,
     entries: Iterable[Entry],
     codes: Mapping[str, bytes],
-    recipes: Collection[str],
+    recipes: Callable[[], Collection[str]],
 ) -> None:
     """Adds kernels to a file, and removes kernels that have none of some recipes.
 
-    Readers have the old or the new file. Another architecture's, a damaged, another user's or a large file is
+    `recipes` is called when no other process adds kernels, so that it knows theirs. Readers have the old or the new file. Another architecture's, a damaged, another user's or a large file is
     replaced by one with the new kernels.
 
     Raises:
@@ -42,7 +42,7 @@ def add_entries(
                 earlier = []
             own = [_with_earlier(entry, earlier) for entry in own]
             added = bundle_of(dump_bundle(arch, version, own, codes), str(path))
-            content = joined([added, *earlier], recipes)
+            content = joined([added, *earlier], recipes())
         except (BundleError, LookupError):
             content = dump_bundle(arch, version, own, codes)
         replace_file(path, content, 0o644)

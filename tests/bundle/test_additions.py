@@ -23,7 +23,7 @@ def recipe(number: int) -> str:
 
 def add(path: Path, *made: tuple[Entry, dict[str, bytes]], kept: tuple[int, ...] = (1, 2, 3)) -> None:
     codes = {sha256: code for _, codes in made for sha256, code in codes.items()}
-    add_entries(path, "sm_90", "1.0", [entry for entry, _ in made], codes, {*map(recipe, kept)})
+    add_entries(path, "sm_90", "1.0", [entry for entry, _ in made], codes, lambda: {*map(recipe, kept)})
 
 
 def held(path: Path) -> set[str]:
@@ -51,7 +51,7 @@ def test_new_kernel_replaces_the_old_one_of_a_recipe(tmp_path: Path, entries: En
     path = tmp_path / "db.bundle"
     add(path, *entries[:2])
     faster = make_entry(9, b"faster")
-    add_entries(path, "sm_90", "1.0", [faster[0]], faster[1], {recipe(9), recipe(2)})
+    add_entries(path, "sm_90", "1.0", [faster[0]], faster[1], lambda: {recipe(9), recipe(2)})
     assert held(path) == {faster[0].kernel, entries[1][0].kernel}, "kernels of other recipes are removed"
 
 
@@ -86,7 +86,7 @@ def test_unusable_file_is_replaced(
     elif damage == "large":
         monkeypatch.setattr(additions, "MAX_BYTES", 10)
     else:
-        add_entries(path, "sm_80", "1.0", [entries[0][0]], entries[0][1], {recipe(1)})
+        add_entries(path, "sm_80", "1.0", [entries[0][0]], entries[0][1], lambda: {recipe(1)})
     add(path, entries[1])
     assert held(path) == {entries[1][0].kernel}
     assert path.stat().st_mode & 0o022 == 0
