@@ -27,8 +27,8 @@ def add_entries(
 ) -> None:
     """Adds kernels to a file, and removes kernels that have none of some recipes.
 
-    `recipes` is called when no other process adds kernels, so that it knows theirs. Readers have the old or the new file. Another architecture's, a damaged, another user's or a large file is
-    replaced by one with the new kernels.
+    `recipes` is called when no other process can add kernels. Readers have the old or the new file. A file
+    that is damaged, large, another user's or for another architecture is replaced by one with the new kernels.
 
     Raises:
         OSError: The folder cannot be written.
