@@ -28,7 +28,7 @@ def add_entries(
     """Adds kernels to a file, and removes kernels that have none of some recipes.
 
     `recipes` is called when no other process can add kernels. Readers have the old or the new file. A file
-    that is damaged, large, another user's or for another architecture is replaced by one with the new kernels.
+    that is damaged, large, another user's or for another architecture is replaced by the new kernels.
 
     Raises:
         OSError: The folder cannot be written.
