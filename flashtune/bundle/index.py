@@ -125,7 +125,10 @@ def decode_index(raw: bytes) -> Index:
         raise ValueError("the sizes of its tables do not match")
     entries, codes, recipes = tables
     return Index(
-        *msgspec.structs.astuple(head),
+        head.arch,
+        head.flashtune,
+        head.size,
+        head.groups,
         _Table(entries, ENTRY, lambda offset, size, full, sha256: Frame(offset, size, full, sha256.hex())),
         _Table(codes, CODE, Piece),
         _Table(recipes, RECIPE, bytes.hex),

@@ -96,7 +96,7 @@ def select(
         expected = forecast_related(seen, tuned, target, serves, default.record.family, is_bundled)
     if expected is not None and not _is_new_phase(seen, *expected):
         record, why = expected
-        if seen != problem:
+        if seen != problem and record.config is not None:
             record = untimed(msgspec.structs.replace(record, problem=problem), record.config)
         return _selected(record, "estimated", VerificationStatus.VERIFIED, why)
     return default_selection(problem, target, specialization)
