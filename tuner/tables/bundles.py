@@ -1,5 +1,6 @@
 """Builds bundles of the kernels that dispatch chooses for calls."""
 
+import random
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
@@ -36,6 +37,8 @@ PREFILL_FEATURES = (
     "block_mask=128", "packed=8192", "kv_lengths", "dropout", "deterministic",
 )  # fmt: skip
 DECODE_FEATURES = ("", "page_size=16", "page_size=64", "page_size=256", "kv_lengths")
+# Random shapes of each width. The configs of untuned shapes depend on lengths and on the numbers of heads.
+SEED, PLAIN_SHAPES, FEATURE_SHAPES = 43, 40, 4
 # Types of outputs of packed calls.
 CLEARED = (torch.bfloat16, torch.float16, torch.float32)
 UNALIGNED = Specialization(Alignment.ANY)
@@ -60,17 +63,35 @@ def table_calls(table: TunedTable) -> Iterator[Call]:
 def coverage_calls() -> Iterator[Call]:
     """Yields calls of untuned shapes: widths, types and single features, both passes.
 
-    Without a feature, tensors are also unaligned.
+    Without a feature, tensors are also unaligned. The random shapes are aligned.
     """
     prefill = [f"{PREFILL},dtype={dtype}" for dtype in ("bf16", "fp16", "fp32")]
     shapes = [(text, feature) for text in prefill for feature in PREFILL_FEATURES]
     shapes += [(f"{text},backward", feature) for text, feature in shapes]
     shapes += [(DECODE, feature) for feature in DECODE_FEATURES]
+    yield from _calls(shapes)
+    yield from _calls(((text, "") for text, feature in shapes if not feature), UNALIGNED)
+    drawn = random.Random(SEED)  # noqa: S311 - shapes are no secrets
+    for feature in PREFILL_FEATURES:
+        dtypes = "bf16" if feature else "bf16|fp16"
+        for _ in range(FEATURE_SHAPES if feature else PLAIN_SHAPES):
+            text = f"{_drawn(drawn)},{WIDTHS},causal=none|bottom_right,dtype={dtypes}"
+            yield from _calls([(text, feature), (f"{text},backward", feature)])
+
+
+def _calls(shapes: Iterable[tuple[str, str]], assumed: Specialization | None = None) -> Iterator[Call]:
+    """Yields the calls of shapes and features, with and without a log-sum-exp."""
     for text, feature in shapes:
         for problem, specialization in calls_of(parse_shape(f"{text},{feature}")):
-            for assumed in (specialization,) if feature else (specialization, UNALIGNED):
-                for lse in (False, True):
-                    yield problem, msgspec.structs.replace(assumed, lse=lse)
+            for lse in (False, True):
+                yield problem, msgspec.structs.replace(assumed or specialization, lse=lse)
+
+
+def _drawn(drawn: random.Random) -> str:
+    """Returns a random shape without its width, type and features."""
+    heads, group = drawn.choice((4, 8, 12, 16, 24, 32, 40, 64)), drawn.choice((1, 1, 2, 4))
+    length, batch = round(2 ** drawn.uniform(7, 14)), drawn.choice((1, 1, 2, 4, 8, 16))
+    return f"heads={heads},kv_heads={heads // group},batch={batch},seqlen={length}"
 
 
 def build(
