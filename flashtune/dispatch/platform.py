@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from flashtune.core.target import Target, device_target
+from flashtune.core.target import TARGETS, Target, device_target
 from flashtune.db.location import database_bundle
 from flashtune.dispatch.masked_sdpa import MaskTrials
 from flashtune.dispatch.sdpa import chosen_backend
@@ -39,3 +39,28 @@ class Platform:
 
 
 PLATFORM = Platform()
+
+
+def table_hash(target_name: str | None = None) -> str:
+    """Returns a hash of all records and bundles that dispatch would use on a GPU, as 32 hex digits.
+
+    Ranks can compare it: equal hashes mean equal selections.
+
+    Args:
+        target_name: Name of a target, such as `nvidia-h200`. None for the current GPU.
+    """
+    from flashtune.db import table
+    from flashtune.db.codec import fingerprint
+
+    target: Target | None
+    if target_name is None:
+        target = device_target(torch.cuda.current_device() if torch.cuda.is_available() else 0)
+        target_name = target.name
+    else:
+        target = next((target for target in TARGETS if target.name == target_name), None)
+    records = tuned_records(target_name).effective()
+    digest = table.table_hash(table.TunedTable(target=target_name, records=records))
+    bundles = PLATFORM.bundles.of(target) if target else []
+    if not bundles:
+        return digest
+    return fingerprint(" ".join((digest, *(bundle.digest for bundle in bundles))).encode())

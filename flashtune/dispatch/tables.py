@@ -13,7 +13,6 @@ from flashtune.core.errors import StoreError, UsageError
 from flashtune.core.notices import warn_once
 from flashtune.core.problem import Causal, Problem
 from flashtune.core.record import Outcome, Provenance, Record
-from flashtune.core.target import TARGETS, Target, device_target
 from flashtune.db.eligibility import by_problem, serves_any_tensors
 from flashtune.dispatch.versions import current_versions
 
@@ -82,34 +81,6 @@ def tuned_records(target_name: str) -> Tables:
         database=by_problem(filter(_may_serve, _selected(target_name))),
         shipped=by_problem(filter(_may_serve, under(shipped, current_versions) if shipped else ())),
     )
-
-
-def table_hash(target_name: str | None = None) -> str:
-    """Returns a hash of all records and bundles that dispatch would use on a GPU, as 32 hex digits.
-
-    Ranks can compare it: equal hashes mean equal selections.
-
-    Args:
-        target_name: Name of a target, such as `nvidia-h200`. None for the current GPU.
-    """
-    from flashtune.db import table
-    from flashtune.db.codec import fingerprint
-    from flashtune.dispatch.platform import PLATFORM
-
-    target: Target | None
-    if target_name is None:
-        import torch
-
-        target = device_target(torch.cuda.current_device() if torch.cuda.is_available() else 0)
-        target_name = target.name
-    else:
-        target = next((target for target in TARGETS if target.name == target_name), None)
-    records = tuned_records(target_name).effective()
-    digest = table.table_hash(table.TunedTable(target=target_name, records=records))
-    bundles = PLATFORM.bundles.of(target) if target else []
-    if not bundles:
-        return digest
-    return fingerprint(" ".join((digest, *(bundle.digest for bundle in bundles))).encode())
 
 
 def _selected(target_name: str) -> tuple[Record, ...]:

@@ -33,7 +33,7 @@ PREFILL = f"heads=32,kv_heads=8,batch=2,seqlen=2048,{WIDTHS},causal=none|bottom_
 DECODE = f"heads=32,kv_heads=8,batch=16,seqlen_q=1,seqlen_kv=4096,{WIDTHS},dtype=bf16|fp16"
 # Values of features for a prefill or gradients, and for decoding.
 PREFILL_FEATURES = (
-    "", "window=1023", "softcap", "alibi", "bias=additive", "bias=boolean", "sinks", "prefix", "chunk=2048",
+    "", "window=1023", "softcap", "alibi", "bias=additive", "bias=boolean", "sinks", "prefix", "chunk=512",
     "block_mask=128", "packed=8192", "kv_lengths", "dropout", "deterministic",
 )  # fmt: skip
 DECODE_FEATURES = ("", "page_size=16", "page_size=64", "page_size=256", "kv_lengths")

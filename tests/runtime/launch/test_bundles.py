@@ -10,15 +10,16 @@ import pytest
 import torch
 
 from flashtune import testing
-from flashtune.bundle.bundle_file import dump_bundle
+from flashtune.bundle.bundle_file import bundle_of, dump_bundle
 from flashtune.bundle.driver import Driver
 from flashtune.bundle.records import Entry, Receipt
 from flashtune.core.notices import FlashtuneWarning
-from flashtune.core.record import Record, Selection, VerificationStatus
+from flashtune.core.record import Record, Selection, Verdict, VerificationStatus
 from flashtune.core.target import find_target
+from flashtune.db.eligibility import by_problem
 from flashtune.dispatch.bound_request import KernelKey
-from flashtune.dispatch.platform import PLATFORM
-from flashtune.dispatch.tables import table_hash
+from flashtune.dispatch.platform import PLATFORM, table_hash
+from flashtune.dispatch.tables import Tables
 from flashtune.launch.binding import bind, compile_binary
 from flashtune.launch.bundle_binding import BundledBinary
 from flashtune.launch.bundle_entries import entry_of, tail_entry
@@ -29,6 +30,7 @@ from flashtune.launch.tensors import ForwardTensors
 from flashtune.request.request import Prefer
 from flashtune.runtime import kernel_loader
 from flashtune.runtime.kernel_loader import KernelLoader
+from flashtune.tuner.tables import bundle_verification
 from tests.emulator.cuda_library import CudaLibrary
 from tests.support.records import CONTIGUOUS, VERDICT, make_record
 from tests.support.values import present
@@ -218,3 +220,31 @@ def test_bundle_of_the_database_serves_unless_another_user_can_write_it(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert Bundles(of_database=lambda arch: database).find(record, CONTIGUOUS, H200) is None
+
+
+@pytest.mark.parametrize("passes", [True, False])
+def test_verification_adds_receipts_of_kernels_that_pass(
+    path: Path, entry: Any, record: Record, monkeypatch: pytest.MonkeyPatch, passes: bool
+) -> None:
+    made, codes = entry
+    bundle = bundle_of(dump_bundle("sm_90", "1", [msgspec.structs.replace(made, receipts=())], codes), "here")
+    uses = bundle_verification.uses_of(
+        bundle, [(PROBLEM, CONTIGUOUS)], H200, Tables(by_problem([record]), {})
+    )
+    assert {*uses} == {made.kernel}
+    checked: list[tuple[Any, ...]] = []
+
+    def check(*arguments: Any, compiled: BundledBinary) -> Verdict:
+        checked.append((*arguments, compiled.entry.kernel))
+        return VERDICT if passes else msgspec.structs.replace(VERDICT, passed=False, failed="needle")
+
+    monkeypatch.setattr(bundle_verification, "Driver", lambda: Driver(CudaLibrary()))
+    monkeypatch.setattr(bundle_verification, "check_rendered", check)
+    ((result, reason),) = bundle_verification.verified(bundle, uses, H200, CPU)
+    assert [arguments[1] for arguments in checked] == [PROBLEM]
+    assert [(receipt.machine, receipt.target) for receipt in result.receipts] == [
+        (made.machine, H200.name)
+    ] * passes
+    assert ("wrong: needle" in reason) is not passes
+    ((_, other),) = bundle_verification.verified(bundle, uses, H200, CPU, part=(1, 2))
+    assert (len(checked), other) == (1, "")
