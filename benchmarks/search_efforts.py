@@ -1,15 +1,18 @@
-"""Measures searches of each effort on a GPU: wall clock, start-up, seconds of each part, and the picks' cost.
+"""Measures searches of each effort on all GPUs of a machine: seconds, parts, picks and their cost.
 
-    python -m benchmarks.search_efforts run --effort quick --shapes 0:12 --save quick.json
-    python -m benchmarks.search_efforts run --effort default --shapes 0:24 --save first.json
-    python -m benchmarks.search_efforts sequence --effort quick --shapes 0:4 --save sequence.json
-    python -m benchmarks.search_efforts time quick.json thorough.json --save timed.json
+    python -m benchmarks.search_efforts all --save nvidia-h200-efforts.json.gz
+    python -m benchmarks.search_efforts searches --effort quick --shapes 0:2 --save quick.json
     python -m benchmarks.search_efforts parts --shapes 0:1
 
-`run` searches each shape in a new process with an empty database and empty caches. `sequence` searches all
-shapes in one process. `time` times all picks of a shape in one run, and compares each file with the last one.
-`parts` times the parts of evaluating one candidate. Times of files from different machines can be compared by
-`time`.
+`all` takes 8 minutes on four GPUs with 16 cores each. The shapes are divided among the GPUs, and one is
+searched at a time on each. It runs these searches in this order, and starts none that may end late:
+
+- the first 12 shapes with each effort, each in a new process with empty caches;
+- all shapes twice with the default effort, the later ones of a process with running workers;
+- one shape for each GPU with each effort from a cold start, without the winners of other shapes.
+
+Then the picks of each shape are timed in one run on its GPU. `searches` searches shapes in one process, and
+`parts` times the parts of evaluating one candidate.
 """
 
 import argparse
@@ -20,9 +23,10 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -30,7 +34,7 @@ from typing import Any
 import msgspec
 
 from flashtune.core.problem import Problem
-from flashtune.tuner.search.request import BUDGETS, Effort, Phase, Progress, SearchRequest
+from flashtune.tuner.search.request import BUDGETS, Effort, Phase, Progress, SearchRequest, WarmStart
 from flashtune.tuner.workloads.shapes import parse_shape
 
 # No shipped table has these. The first twelve have features and gradients among them.
@@ -60,7 +64,25 @@ SHAPES = (
     "heads=10,seqlen=1700,head_dim=96,causal,batch=4,backward",
     "heads=32,kv_heads=8,seqlen=1900,head_dim=128,causal,batch=3,backward",
 )
-REPEATS = 8
+# The number of shapes that are searched with each effort.
+FIRST = 12
+REPEATS = 5
+CORES = 16
+# The longest time of one search in seconds, with its process.
+LONGEST = {Effort.QUICK: 22.0, Effort.DEFAULT: 45.0, Effort.THOROUGH: 95.0}
+# The time for timing all picks of a GPU.
+TIMING_SECONDS = 45.0
+# Rounds of the run that times picks.
+ROUNDS = 101
+
+
+class Job(msgspec.Struct, frozen=True):
+    """Searches in one process with empty caches."""
+
+    shapes: tuple[int, ...]  # Positions in `SHAPES`.
+    effort: Effort
+    turn: int = 1  # 2 for the second search of a shape with an effort.
+    cold: bool = False  # Without the winners of other shapes.
 
 
 class Searched(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,49 +91,59 @@ class Searched(msgspec.Struct, frozen=True, kw_only=True):
     problem: str  # The problem's key.
     shape: str
     effort: Effort
-    wall_seconds: float  # From the start of the process to the selection; 0 in a sequence.
-    search_seconds: float  # From the start of the search to the selection.
-    first_seconds: float | None  # From the same start as the total to the first result.
+    turn: int
+    cold: bool
+    alone: bool  # Whether it is the first of its process, with empty caches.
+    seconds: float  # From the start of the process, or the end of the previous search, to the selection.
+    first_seconds: float | None  # From the same start to the first result.
     tried: int
     stop: str
-    # Seconds of the GPU process: busy with candidates, with the finals, with delayed verifications.
-    gpu_seconds: dict[str, float]
-    compiler_seconds: float  # Sum of all compilations, as all processes together took.
+    # Compilations and jobs of the GPU process: name, begin, end.
+    spans: tuple[tuple[str, float, float], ...]
     # Each improvement of the best first time: seconds, ms.
     best: tuple[tuple[float, float], ...]
     record: str | None  # The selected record, encoded.
+    pick_ms: float | None = None  # Time of the selected kernel in the common run.
 
 
-class Timed(msgspec.Struct, frozen=True):
-    """Times of the picks of several files, in one run."""
+class Parts(msgspec.Struct, frozen=True):
+    """Median seconds of the parts of evaluating one candidate, and those of the first time."""
 
-    problem: str  # The problem's key.
-    ms: tuple[float, ...]  # One for each file; not a number where a search has no kernel.
+    problem: str
+    seconds: dict[str, float]
+
+
+class Efforts(msgspec.Struct, frozen=True):
+    """The results of `all`."""
+
+    gpus: int
+    cores: int  # For each GPU.
+    searches: tuple[Searched, ...]
+    parts: tuple[Parts, ...]
 
 
 class Probe:
-    """Wraps the workers of a search, and adds up the seconds of their jobs."""
+    """Wraps the workers of a search, and notes when their jobs begin and end."""
 
     def __init__(self, equipment: Any) -> None:
-        self.seconds: defaultdict[str, float] = defaultdict(float)
-        self._idle = time.monotonic()
-        compiler, measurer = equipment.compiler, equipment.measurer
-        self._wrap(compiler, "submit", "compile", serial=False)
-        for name in ("evaluate", "finals", "evaluate_delayed"):
-            self._wrap(measurer, name, name, serial=True)
+        self.spans: list[tuple[str, float, float]] = []
+        self._idle = 0.0
+        self._wrap(equipment.compiler, "submit", "compile", serial=False)
+        for name in ("evaluate", "finals", "evaluate_delayed", "machine_code"):
+            self._wrap(equipment.measurer, name, name, serial=True)
 
     def _wrap(self, worker: Any, name: str, label: str, *, serial: bool) -> None:
         original = getattr(worker, name)
 
         def timed(*arguments: Any) -> Future[Any]:
-            begun = time.monotonic()
+            begun = time.time()
             job: Future[Any] = original(*arguments)
 
             def add(_: Future[Any]) -> None:
-                now = time.monotonic()
                 # The GPU process has one job at a time, in order.
-                self.seconds[label] += now - (max(begun, self._idle) if serial else begun)
-                self._idle = max(self._idle, now) if serial else self._idle
+                now, begin = time.time(), max(begun, self._idle) if serial else begun
+                self.spans.append((label, begin, now))
+                self._idle = now if serial else self._idle
 
             job.add_done_callback(add)
             return job
@@ -119,14 +151,18 @@ class Probe:
         setattr(worker, name, timed)
 
 
-def request_of(problem: Problem, effort: Effort) -> SearchRequest:
-    """Returns the request of a search on this machine's first GPU."""
+def request_of(problem: Problem, effort: Effort, *, cold: bool = False) -> SearchRequest:
+    """Returns the request of a search on this process's first GPU."""
     from flashtune.core.target import device_target
+    from flashtune.tuner.perf_model.prediction import shipped_fit
 
-    return SearchRequest(problem=problem, target=device_target(0), device=0, budget=BUDGETS[effort])
+    experience = WarmStart((), shipped_fit()) if cold else None
+    return SearchRequest(
+        problem=problem, target=device_target(0), device=0, budget=BUDGETS[effort], experience=experience
+    )
 
 
-def searched(shapes: list[str], effort: Effort, began: float, database: Path) -> Iterator[Searched]:
+def searched(job: Job, began: float, database: Path) -> Iterator[Searched]:
     """Searches shapes with the same workers, and yields their results."""
     from flashtune.tuner.execution.processes import start_server
 
@@ -138,10 +174,12 @@ def searched(shapes: list[str], effort: Effort, began: float, database: Path) ->
 
     with open_store(str(database)) as store, open_workers(0) as equipment:
         probe = Probe(equipment)
-        requests = [request_of(problem, effort) for shape in shapes for problem in parse_shape(shape)]
-        for shape, request, following in itertools.zip_longest(shapes, requests, requests[1:]):
-            problem = request.problem
-            probe.seconds.clear()
+        requests = [
+            request_of(problem, job.effort, cold=job.cold)
+            for shape in job.shapes
+            for problem in parse_shape(SHAPES[shape])
+        ]
+        for shape, request, following in itertools.zip_longest(job.shapes, requests, requests[1:]):
             best: list[tuple[float, float]] = []
             first: list[float] = []
 
@@ -156,75 +194,70 @@ def searched(shapes: list[str], effort: Effort, began: float, database: Path) ->
                     best.append((now, ms))
 
             result = run_search(request, store, observe, equipment, following=following)
-            seconds = dict(probe.seconds)
+            spans = tuple((name, begin - began, end - began) for name, begin, end in probe.spans)
+            probe.spans.clear()
             yield Searched(
-                problem=problem.key,
-                shape=shape,
-                effort=effort,
-                wall_seconds=time.time() - began,
-                search_seconds=result.seconds,
+                problem=request.problem.key,
+                shape=SHAPES[shape],
+                effort=job.effort,
+                turn=job.turn,
+                cold=job.cold,
+                alone=shape == job.shapes[0],
+                seconds=time.time() - began,
                 first_seconds=first[0] if first else None,
                 tried=result.counts.tried,
                 stop=result.stop.value,
-                compiler_seconds=seconds.pop("compile", 0.0),
-                gpu_seconds=seconds,
+                spans=spans,
                 best=tuple(best),
                 record=encode_record(result.best).decode() if result.best else None,
             )
             began = time.time()
 
 
-def run_alone(shape: str, effort: Effort) -> Searched:
-    """Searches one shape in a new process, with empty caches."""
-    with tempfile.TemporaryDirectory() as folder:
-        caches = {"TRITON_CACHE_DIR": f"{folder}/triton", "XDG_CACHE_HOME": folder, "HOME": folder}
-        file = Path(folder, "result.json")
-        command = [sys.executable, "-m", "benchmarks.search_efforts", "one", "--shape", shape]
-        command += ["--effort", effort.value, "--began", repr(time.time()), "--save", str(file)]
-        subprocess.run(command, env={**os.environ, **caches}, check=True)
-        (result,) = msgspec.json.decode(file.read_bytes(), type=list[Searched])
-    return result
-
-
-def time_picks(files: list[Path]) -> list[Timed]:
-    """Times the picks of all files in one run for each shape."""
+def timed(rows: Sequence[Searched]) -> list[Searched]:
+    """Returns searches with the times of their picks. Those of one shape are timed interleaved."""
     import torch
 
     from flashtune.core.target import device_target
     from flashtune.db.codec import decode_record
-    from flashtune.tuner.execution.timed_runs import run_finals
+    from flashtune.tuner.candidates import SearchTask
+    from flashtune.tuner.execution.compile_pool import CompilePool
+    from flashtune.tuner.execution.cpus import available_cpus
+    from flashtune.tuner.execution.inputs import make_tensors
+    from flashtune.tuner.execution.sdpa import precision_of
+    from flashtune.tuner.execution.timed_runs import kernel_run
+    from flashtune.tuner.execution.timing import measure_interleaved
     from flashtune.tuner.search.selection import candidate_of
 
-    columns = [
-        {row.problem: row for row in msgspec.json.decode(file.read_bytes(), type=list[Searched])}
-        for file in files
-    ]
-    rows: list[Timed] = []
-    for key in columns[-1]:
-        stored = [column[key].record if key in column else None for column in columns]
-        records = [decode_record(raw.encode()) if raw else None for raw in stored]
-        known = [record for record in records if record is not None]
-        candidates = tuple(dict.fromkeys(map(candidate_of, known)))
-        if not candidates:
-            continue
-        measured = run_finals(
-            known[0].problem, candidates, known[0].specialization, device_target(0), torch.device("cuda", 0)
-        )
-        times = dict(zip(candidates, (measurement.ms for measurement in measured), strict=True))
-        rows.append(Timed(key, tuple(times[candidate_of(r)] if r else math.nan for r in records)))
-        print(rows[-1], flush=True)
-    for number, file in enumerate(files[:-1]):
-        pairs = [(row.ms[-1], row.ms[number]) for row in rows if not math.isnan(sum(row.ms))]
-        shares = [last / ms for last, ms in pairs]
-        differ = sum(last != ms for last, ms in pairs)
-        mean = math.exp(statistics.mean(map(math.log, shares)))
-        print(
-            f"{file}: speed over {files[-1]}: geometric mean {mean:.4f}, worst {min(shares):.4f}; "
-            f"{differ} of {len(pairs)} picks differ; mean cost of the slower pick "
-            f"{statistics.mean(max(pair) / min(pair) - 1 for pair in pairs):.3%}, "
-            f"largest {max(max(pair) / min(pair) - 1 for pair in pairs):.3%}"
-        )
-    return rows
+    device, target, result = torch.device("cuda", 0), device_target(0), []
+    decoded = [decode_record(row.record.encode()) for row in rows if row.record]
+    different = {(record.problem, candidate_of(record)): record.specialization for record in decoded}
+    with CompilePool(available_cpus()) as pool:
+        jobs = [
+            pool.submit(SearchTask(problem, target, assumed, ()), candidate)
+            for (problem, candidate), assumed in different.items()
+        ]
+        for job in jobs:
+            job.result()
+    for key in dict.fromkeys(row.problem for row in rows):
+        own = [row for row in rows if row.problem == key]
+        records = [decode_record(row.record.encode()) if row.record else None for row in own]
+        picks = [candidate_of(record) if record else None for record in records]
+        some = next((record for record in records if record), None)
+        times = {}
+        if some is not None:
+            candidates = tuple(dict.fromkeys(pick for pick in picks if pick is not None))
+            with torch.cuda.device(device), precision_of(some.problem.dtype):
+                tensors = make_tensors(some.problem, device, lse=some.specialization.lse)
+                common = (some.specialization, target, tensors)
+                runs = [kernel_run(some.problem, candidate, *common) for candidate in candidates]
+                measured = measure_interleaved(runs, device, rounds=ROUNDS)
+            times = dict(zip(candidates, (measurement.ms for measurement in measured), strict=True))
+        result += [
+            msgspec.structs.replace(row, pick_ms=times[pick] if pick else None)
+            for row, pick in zip(own, picks, strict=True)
+        ]
+    return result
 
 
 def time_parts(shape: str) -> dict[str, float]:
@@ -266,61 +299,217 @@ def time_parts(shape: str) -> dict[str, float]:
     return first | {name: statistics.median(values[1:]) for name, values in seconds.items() if values[1:]}
 
 
-def summary(rows: list[Searched]) -> str:
-    """Returns a line for each search, and one with their medians."""
-    lines = [
-        f"{row.problem}: {row.wall_seconds:.1f} s (first result {row.first_seconds or math.nan:.1f} s), "
+def jobs_of(lane: int, lanes: int) -> list[Job]:
+    """Returns the jobs of one of several GPUs, the most important first."""
+    first = tuple(range(lane, FIRST, lanes))
+    every = tuple(range(lane, len(SHAPES), lanes))
+    quick, default, thorough = ([Job((shape,), effort) for shape in first] for effort in Effort)
+    again = [Job(every, Effort.DEFAULT, 2), Job(every[len(first) :], Effort.DEFAULT)]
+    cold = [Job(first[:1], effort, cold=True) for effort in Effort]
+    return [*quick, *default, *again, *cold[:2], *thorough, *cold[2:]]
+
+
+class Lane:
+    """Runs the jobs of one GPU, each in a new process."""
+
+    def __init__(
+        self, number: int, lanes: int, deadline: float, folder: Path, finished: Callable[[], None]
+    ) -> None:
+        """Binds the GPU and its cores. No job starts that may end after the deadline.
+
+        `finished` is called after each job.
+        """
+        cores = sorted(os.sched_getaffinity(0))
+        share = max(1, min(CORES, len(cores) // lanes))
+        self.cores = cores[number * share : (number + 1) * share]
+        gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        self._gpu = gpus[number] if gpus != [""] else str(number)
+        self._jobs = jobs_of(number, lanes)
+        self._deadline, self._finished = deadline, finished
+        self._folder = folder / str(number)
+        self.searches: list[Searched] = []
+        self.parts: list[Parts] = []
+        self.left_out: list[Job] = []
+
+    def run(self) -> None:
+        """Runs all jobs for which there is time, and times the picks."""
+        self.parts += self._run("parts", Job(self._jobs[0].shapes, Effort.QUICK), list[Parts], 60.0) or ()
+        for job in self._jobs:
+            seconds = LONGEST[job.effort] * len(job.shapes)
+            rows = None
+            if time.time() + 0.6 * seconds < self._deadline - TIMING_SECONDS:
+                rows = self._run("searches", job, list[Searched], seconds)
+            if rows is None:
+                self.left_out.append(job)
+            self.searches += rows or ()
+            self._finished()
+        rows = self._run("time", None, list[Searched], 3 * TIMING_SECONDS)
+        self.searches = rows or self.searches
+
+    def _run(self, command: str, job: Job | None, kind: Any, seconds: float) -> Any:
+        """Returns the result of a command in a new process with empty caches. None after an error."""
+        with tempfile.TemporaryDirectory() as folder:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            file, given = Path(folder, "result.json"), self._folder / "given.json"
+            given.write_bytes(msgspec.json.encode(job if job else self.searches))
+            caches = {"TRITON_CACHE_DIR": f"{folder}/triton", "XDG_CACHE_HOME": folder, "HOME": folder}
+            environment = {**os.environ, **caches, "CUDA_VISIBLE_DEVICES": self._gpu}
+            words = [sys.executable, "-m", "benchmarks.search_efforts", command, "--given", str(given)]
+            words += ["--cores", ",".join(map(str, self.cores)), "--began", repr(time.time())]
+            try:
+                subprocess.run(
+                    [*words, "--save", str(file)], env=environment, check=True, timeout=2 * seconds
+                )
+            except subprocess.SubprocessError as error:
+                print(f"GPU {self._gpu}: {command} {job}: {error}", flush=True)
+            return msgspec.json.decode(file.read_bytes(), type=kind) if file.exists() else None
+
+
+def run_all(minutes: float, save: Path) -> None:
+    """Runs everything on all GPUs, prints the figures, and saves the results."""
+    import torch
+
+    from benchmarks.saved import save as save_rows
+
+    deadline, lanes = time.time() + 60 * minutes, torch.cuda.device_count()
+    # Reads all files once, so that no search waits for the disk.
+    imports = "import torch, flashtune.tuner.search.driver, flashtune.tuner.execution.gpu_jobs"
+    subprocess.run([sys.executable, "-c", f"{imports}; torch.zeros(1, device='cuda')"], check=True)
+    each: list[Lane] = []
+    lock = threading.Lock()
+
+    def results() -> Efforts:
+        searches = tuple(row for lane in each for row in lane.searches)
+        parts = tuple(row for lane in each for row in lane.parts)
+        return Efforts(lanes, len(each[0].cores), searches, parts)
+
+    def store() -> None:
+        with lock:
+            save_rows(save, results())
+
+    with tempfile.TemporaryDirectory() as folder:
+        each += (Lane(number, lanes, deadline, Path(folder), store) for number in range(lanes))
+        threads = [threading.Thread(target=lane.run) for lane in each]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    store()
+    for lane in each:
+        for job in lane.left_out:
+            print(f"left out or failed: {job}")
+    print("\n".join(summary(results().searches)))
+
+
+def line(row: Searched) -> str:
+    """Returns a line about a search."""
+    busy: defaultdict[str, float] = defaultdict(float)
+    for name, begin, end in row.spans:
+        busy[name] += end - begin
+    return (
+        f"{row.effort.value}{' cold' if row.cold else ''} {row.turn}{'' if row.alone else ' later'} "
+        f"{row.problem}: {row.seconds:.1f} s (first result {row.first_seconds or math.nan:.1f} s), "
         f"{row.tried} tried, {row.best[-1][1] if row.best else math.nan:.4f} ms, {row.stop}; "
-        f"GPU {', '.join(f'{name} {value:.1f} s' for name, value in row.gpu_seconds.items())}; "
-        f"compilers {row.compiler_seconds:.0f} s"
-        for row in rows
+        + ", ".join(f"{name} {seconds:.1f}" for name, seconds in busy.items())
+    )
+
+
+def shares(searches: Sequence[Searched], effort: Effort) -> list[float]:
+    """Returns the speed of an effort's picks over those of thorough searches, for shapes with both."""
+    picks = {
+        (row.problem, row.effort): row.pick_ms
+        for row in searches
+        if row.turn == 1 and not row.cold and row.pick_ms
+    }
+    return [
+        picks[problem, Effort.THOROUGH] / ms
+        for (problem, of), ms in picks.items()
+        if of is effort and (problem, Effort.THOROUGH) in picks
     ]
-    wall = [row.wall_seconds for row in rows]
-    lines.append(f"median {statistics.median(wall):.1f} s, longest {max(wall):.1f} s")
-    return "\n".join(lines)
+
+
+def repeated(searches: Sequence[Searched]) -> list[tuple[Searched, Searched]]:
+    """Returns the first and second default search of each shape that was searched twice."""
+    by_turn = {
+        (row.problem, row.turn): row
+        for row in searches
+        if row.effort is Effort.DEFAULT and not row.cold and row.pick_ms
+    }
+    problems = dict.fromkeys(problem for problem, _ in by_turn)
+    return [
+        (by_turn[problem, 1], by_turn[problem, 2])
+        for problem in problems
+        if {(problem, 1), (problem, 2)} <= by_turn.keys()
+    ]
+
+
+def summary(searches: Sequence[Searched]) -> Iterator[str]:
+    """Yields a line for each effort, and lines about later shapes and repeated searches."""
+    for effort in Effort:
+        rows = [row for row in searches if row.effort is effort and row.alone and not row.cold]
+        if rows:
+            wall, over = [row.seconds for row in rows], shares(searches, effort)
+            mean = math.exp(statistics.mean(map(math.log, over))) if over else math.nan
+            yield (
+                f"{effort.value}: {len(rows)} searches, median {statistics.median(wall):.1f} s, longest "
+                f"{max(wall):.1f} s; share of thorough {mean:.4f}, worst {min(over, default=math.nan):.4f} "
+                f"({len(over)} shapes)"
+            )
+    later = [row.first_seconds for row in searches if not row.alone and row.first_seconds]
+    if later:
+        yield f"later shapes: first result after {statistics.median(later):.1f} s, at most {max(later):.1f} s"
+    costs = [cost(*pair) for pair in repeated(searches)]
+    if costs:
+        yield (
+            f"{sum(first.pick_ms != second.pick_ms for first, second in repeated(searches))} of {len(costs)} "
+            f"picks differ; mean cost of all {statistics.mean(costs):.3%}, largest {max(costs):.3%}"
+        )
+
+
+def cost(first: Searched, second: Searched) -> float:
+    """Returns the fraction by which the slower pick of two searches exceeds the faster one."""
+    assert first.pick_ms is not None
+    assert second.pick_ms is not None
+    return max(first.pick_ms, second.pick_ms) / min(first.pick_ms, second.pick_ms) - 1
 
 
 def main() -> None:
     """Runs one of the commands."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("command", choices=("run", "sequence", "one", "time", "parts"))
-    parser.add_argument("files", nargs="*", type=Path)
+    parser.add_argument("command", choices=("all", "searches", "parts", "time"))
+    parser.add_argument("--minutes", type=float, default=8.0, help="time of all, from its start")
     parser.add_argument("--effort", type=Effort, default=Effort.DEFAULT)
-    parser.add_argument("--shapes", default="0:12", help="a range of SHAPES")
-    parser.add_argument("--shape")
+    parser.add_argument("--shapes", default="0:1", help="a range of SHAPES")
+    parser.add_argument("--given", type=Path, help="a job, or searches to time")
+    parser.add_argument("--cores")
     parser.add_argument("--began", type=float)
-    parser.add_argument("--save", type=Path)
+    parser.add_argument("--save", type=Path, required=True)
     arguments = parser.parse_args()
-    start, _, end = arguments.shapes.partition(":")
-    shapes = list(SHAPES[int(start or 0) : int(end or len(SHAPES))])
+    began = arguments.began or time.time()
+    if arguments.command == "all":
+        run_all(arguments.minutes, arguments.save)
+        return
+    if arguments.cores:
+        os.sched_setaffinity(0, {*map(int, arguments.cores.split(","))})
     rows: list[Any] = []
-
-    def save() -> None:
-        if arguments.save:
-            arguments.save.write_bytes(msgspec.json.encode(rows))
-
     if arguments.command == "time":
-        rows += time_picks(arguments.files)
-    elif arguments.command == "parts":
-        for shape in shapes:
-            rows.append({"shape": shape, **time_parts(shape)})
-            print(msgspec.json.format(msgspec.json.encode(rows[-1])).decode())
-    elif arguments.command == "run":
-        for shape in shapes:
-            rows.append(run_alone(shape, arguments.effort))
-            print(summary(rows[-1:]).splitlines()[0], flush=True)
-            save()
-        print(summary(rows))
-    else:
-        shapes = [arguments.shape] if arguments.command == "one" else shapes
-        with tempfile.TemporaryDirectory() as folder:
-            began = arguments.began or time.time()
-            for row in searched(shapes, arguments.effort, began, Path(folder, "records.sqlite")):
-                rows.append(row)
-                save()
-        if arguments.command == "sequence":
-            print(summary(rows))
-    save()
+        rows = timed(msgspec.json.decode(arguments.given.read_bytes(), type=list[Searched]))
+        arguments.save.write_bytes(msgspec.json.encode(rows))
+        return
+    job = Job(tuple(range(len(SHAPES))[slice(*map(int, arguments.shapes.split(":")))]), arguments.effort)
+    if arguments.given:
+        job = msgspec.json.decode(arguments.given.read_bytes(), type=Job)
+    with tempfile.TemporaryDirectory() as folder:
+        results: Iterator[Any]
+        if arguments.command == "parts":
+            results = (Parts(SHAPES[shape], time_parts(SHAPES[shape])) for shape in job.shapes)
+        else:
+            results = searched(job, began, Path(folder, "records.sqlite"))
+        for row in results:
+            rows.append(row)
+            print(line(row) if isinstance(row, Searched) else row, flush=True)
+            # Searches that end later may exceed the time limit.
+            arguments.save.write_bytes(msgspec.json.encode(rows))
 
 
 if __name__ == "__main__":

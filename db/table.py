@@ -85,7 +85,13 @@ def load_table(path: str | Path) -> TunedTable:
 
 
 def parse_table(raw: bytes, where: str) -> TunedTable:
-    """Returns the table in a file's bytes. `where` names it in errors."""
+    """Returns the table in a file's bytes, after a check. `where` names it in errors."""
+    table = _decoded(raw, where)
+    check_table(table, where)
+    return table
+
+
+def _decoded(raw: bytes, where: str) -> TunedTable:
     if len(raw) > MAX_TABLE_BYTES:
         raise TableError(
             f"{where} is over {MAX_TABLE_BYTES // 2**20} MiB, the limit for tuned tables: export it again"
@@ -102,9 +108,7 @@ def parse_table(raw: bytes, where: str) -> TunedTable:
         raise TableError(f"{where} is not a tuned table ({brief(error)}): export it again") from error
     entries = map(bytes, file.records)
     records = tuple(_record(entry, f"{where}, record {at}") for at, entry in enumerate(entries, 1))
-    table = TunedTable(target=file.target, records=records, receipts=file.receipts, times=file.times)
-    check_table(table, where)
-    return table
+    return TunedTable(target=file.target, records=records, receipts=file.receipts, times=file.times)
 
 
 def dump_table(table: TunedTable) -> bytes:
@@ -144,7 +148,8 @@ def shipped_table(target: str) -> TunedTable | None:
     file = resources.files(PACKAGE).joinpath(FOLDER, f"{target}.json")
     if not file.is_file():
         return None
-    return parse_table(file.read_bytes(), f"the shipped table of {target}")
+    # Tests check these tables, which takes longer than a first call should.
+    return _decoded(file.read_bytes(), f"the shipped table of {target}")
 
 
 def _record(raw: bytes, where: str) -> Record:

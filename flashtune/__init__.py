@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from flashtune.api.varlen import attention_varlen, plan_varlen
     from flashtune.core.block_mask import BlockMask
     from flashtune.core.notices import FlashtuneWarning
-    from flashtune.dispatch.tables import table_hash
+    from flashtune.dispatch.platform import table_hash
     from flashtune.kv_cache.cache import PagedKVCache
     from flashtune.request.quantization import quantize
     from flashtune.runtime.session import record_calls
@@ -94,7 +94,7 @@ _MODULES = {
     "flashtune.api.varlen": ("attention_varlen", "plan_varlen"),
     "flashtune.core.block_mask": ("BlockMask",),
     "flashtune.core.notices": ("FlashtuneWarning",),
-    "flashtune.dispatch.tables": ("table_hash",),
+    "flashtune.dispatch.platform": ("table_hash",),
     "flashtune.kv_cache.cache": ("PagedKVCache",),
     "flashtune.runtime.session": ("record_calls",),
     "flashtune.request.quantization": ("quantize",),

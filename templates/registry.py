@@ -52,14 +52,26 @@ def template_hash(family_name: str) -> str:
     """
     digest = hashlib.sha256()
     first = f"{family_name}/{TEMPLATE}"
-    for name in (first, *sorted(_imported(first) - {first})):
-        digest.update(canonical_template(_read(name)).encode() + b"\0")
+    texts = _imported(first)
+    for name in (first, *sorted(texts.keys() - {first})):
+        digest.update(_canonical(texts[name]).encode() + b"\0")
     return digest.hexdigest()[:32]
 
 
-def _imported(name: str) -> set[str]:
-    """Returns a template and all files that it imports or includes, directly or indirectly."""
-    return {name}.union(*(_imported(other) for other in IMPORT.findall(_read(name))))
+# Families share files. The limit is above the number of files.
+_canonical = functools.lru_cache(maxsize=256)(canonical_template)
+
+
+def _imported(name: str) -> dict[str, str]:
+    """Returns the texts of a template and of all files that it imports or includes, at any depth."""
+    texts: dict[str, str] = {}
+    names = [name]
+    while names:
+        name = names.pop()
+        if name not in texts:
+            texts[name] = _read(name)
+            names += IMPORT.findall(texts[name])
+    return texts
 
 
 def _read(name: str) -> str:

@@ -42,6 +42,7 @@ ADDED_DIRECTLY = {
     "runtime/backward_executors.py self._launches": "cleared at MAX_LAUNCHES",
 }
 FUNCTIONS = {
+    "core/machine.py ptxas_version": "the version that a program prints",
     "core/constant_tensors.py constants": "CUDA graphs may read the tensors",
     "dispatch/forecast.py _span": "a function of its arguments, a third of a selection's time",
     "dispatch/sdpa.py _unfused_leads": "a function of its arguments, in each call of SDPA in float32",

@@ -41,6 +41,8 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
         selection: The selected record, with its status and source. None if no record was looked up.
         specialization: Properties of the tensors that the kernel assumes. None without a generated kernel.
         kernel: Digest of the kernel. Empty without a generated kernel.
+        code: Origin of the kernel's machine code: `bundle FILE`, or `Triton`, which compiles it at the first
+            call unless its cache has it. Empty without a generated kernel.
         standing: Verification status of this kernel and specialization on this machine.
         check_seconds: Time of its self-check after loading, in s. None if this machine ran no self-check.
         command: The command that tunes this shape.
@@ -55,6 +57,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     selection: Selection | None = None
     specialization: Specialization | None = None
     kernel: str = ""
+    code: str = ""
     standing: VerificationStatus | None = None
     check_seconds: float | None = None
     command: str
@@ -81,6 +84,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
             bias = ", no gradient of the bias" if self.specialization.constant_bias is True else ""
             assumed = f"strides of {alignment}, {bits}-bit offsets{lse}{bias}"
             lines.append(f"  kernel {self.kernel}: {assumed}; {self.standing}")
+            lines.append(f"  its machine code is from {self.code}")
         if self.check_seconds is not None:
             lines.append(f"  its self-check on this machine took {1e3 * self.check_seconds:.0f} ms")
         if self.standing is not VerificationStatus.TIMED:
@@ -172,6 +176,16 @@ def _of_kernel(key: KernelKey, decision: Decision, request: Request) -> Explanat
     problem, specialization = key.problem, key.specialization
     assert decision.selection is not None
     assert decision.target is not None
+    located = SESSION.loader.bundles.find(decision.selection.record, specialization, decision.target)
+    if located is not None:
+        is_tuned = decision.selection.is_tuned
+        return msgspec.structs.replace(
+            _explanation(problem, decision),
+            specialization=specialization,
+            kernel=located.entry.kernel,
+            code=f"bundle {located.bundle.where}",
+            standing=VerificationStatus.TIMED if is_tuned else VerificationStatus.VERIFIED,
+        )
     kernel = SESSION.loader.kernel_of(decision.selection.record, specialization, decision.target)
     checks = SESSION.loader.checks
     is_proven = decision.selection.proves(kernel.digest) or checks.known_verdict(kernel, decision.target)
@@ -197,6 +211,7 @@ def _of_kernel(key: KernelKey, decision: Decision, request: Request) -> Explanat
         _explanation(problem, decision),
         specialization=specialization,
         kernel=kernel.digest,
+        code="Triton",
         standing=standing,
         check_seconds=seconds,
     )

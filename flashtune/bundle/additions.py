@@ -1,20 +1,13 @@
 """Adds kernels to a bundle that several processes write."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
-from flashtune.bundle.bundle_file import (
-    Bundle,
-    Frame,
-    Index,
-    Piece,
-    assembled,
-    bundle_of,
-    dump_bundle,
-    open_bundle,
-)
+from flashtune.bundle.bundle_file import Bundle, assembled, bundle_of, dump_bundle, open_bundle, with_both
+from flashtune.bundle.index import Frame, Index, Piece
 from flashtune.bundle.records import Entry
 from flashtune.core.errors import BundleError
 from flashtune.core.files import alone_with, replace_file
@@ -30,34 +23,42 @@ def add_entries(
     version: str,
     entries: Iterable[Entry],
     codes: Mapping[str, bytes],
-    recipes: Collection[str],
+    recipes: Callable[[], Collection[str]],
 ) -> None:
     """Adds kernels to a file, and removes kernels that have none of some recipes.
 
-    Readers have the old or the new file. Another architecture's, a damaged, another user's or a large file is
-    replaced by one with the new kernels.
+    `recipes` is called when no other process can add kernels. Readers have the old or the new file. A file
+    that is damaged, large, another user's or for another architecture is replaced by the new kernels.
 
     Raises:
         OSError: The folder cannot be written.
         TimeoutError: Another process holds the lock.
     """
-    added = bundle_of(dump_bundle(arch, version, entries, codes), str(path))
+    own = list(entries)
     with alone_with(Path(f"{path}.lock"), LOCK_SECONDS):
-        content = joined((added,), recipes)
-        if path.exists():
-            try:
-                earlier = open_bundle(path, own=True)
-                if earlier.index.arch == arch and earlier.index.size <= MAX_BYTES:
-                    content = joined((added, earlier), recipes)
-            except (BundleError, LookupError):
-                pass
+        try:
+            earlier = [open_bundle(path, own=True)]
+            if earlier[0].index.arch != arch or earlier[0].index.size > MAX_BYTES:
+                earlier = []
+            own = [_with_earlier(entry, earlier) for entry in own]
+            added = bundle_of(dump_bundle(arch, version, own, codes), str(path))
+            content = joined([added, *earlier], recipes())
+        except (BundleError, LookupError):
+            content = dump_bundle(arch, version, own, codes)
         replace_file(path, content, 0o644)
+
+
+def _with_earlier(entry: Entry, earlier: Sequence[Bundle]) -> Entry:
+    """Returns an entry with the recipes and receipts that earlier entries of equal machine code have."""
+    present = (bundle.entry(entry.kernel) for bundle in earlier)
+    same = (other for other in present if other is not None and other.machine == entry.machine)
+    return functools.reduce(with_both, same, entry)
 
 
 def joined(bundles: Sequence[Bundle], recipes: Collection[str]) -> bytes:
     """Returns the file of all kernels that have one of some recipes. Frames are copied as they are.
 
-    If several bundles have a recipe, the first one's kernel serves it.
+    If several bundles have a recipe or a kernel, the first one's kernel serves it.
     """
     entries: dict[str, Frame] = {}
     groups: list[Frame] = []
@@ -74,11 +75,14 @@ def joined(bundles: Sequence[Bundle], recipes: Collection[str]) -> bytes:
 
     for bundle in bundles:
         index = bundle.index
-        kernels = {name: kernel for name, kernel in index.recipes.items() if name in recipes} | kernels
         numbers: dict[int, int] = {}  # Of copied groups, by their numbers in this bundle.
-        for kernel in sorted(index.entries.keys() - entries.keys() & set(kernels.values())):
+        for kernel in sorted(index.entries.keys() - entries.keys()):
             entry = bundle.entry(kernel)
             assert entry is not None
+            fresh = {recipe: kernel for recipe in entry.recipes if recipe in recipes} | kernels
+            if len(fresh) == len(kernels):
+                continue
+            kernels = fresh
             entries[kernel] = copied(bundle, index.entries[kernel])
             for code in sorted({stage.code for stage in entry.stages} - codes.keys()):
                 piece = index.codes[code]
@@ -87,4 +91,4 @@ def joined(bundles: Sequence[Bundle], recipes: Collection[str]) -> bytes:
                     groups.append(copied(bundle, index.groups[piece.group]))
                 codes[code] = msgspec.structs.replace(piece, group=numbers[piece.group])
     first = bundles[0].index
-    return assembled(Index(first.arch, first.flashtune, size, entries, tuple(groups), codes, kernels), frames)
+    return assembled(Index(first.arch, first.flashtune, size, tuple(groups), entries, codes, kernels), frames)

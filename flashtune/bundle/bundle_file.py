@@ -5,7 +5,7 @@
     8       4     version of the format
     12      8     size of the index
     20      32    SHA-256 of the index
-    52            the index: JSON, compressed by zlib
+    52            the index, compressed by zlib
                   frames, each compressed by LZMA: an entry as JSON, or machine code of some kernels
 
 Numbers are little-endian. Offsets of frames count from the end of the index. A reader takes the
@@ -22,17 +22,15 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Annotated
 
 import msgspec
 
 from flashtune.bundle.cubin import machine_digest
+from flashtune.bundle.index import Frame, Index, Piece, decode_index, encode_index
 from flashtune.bundle.program import check_entry
-from flashtune.bundle.records import Entry, Receipt, Sha256
+from flashtune.bundle.records import Entry, Receipt
 from flashtune.core.errors import BundleError
 from flashtune.core.files import is_own
-from flashtune.core.record import Digest, ShortText
-from flashtune.core.target import ArchName
 
 MAGIC = b"FTBUNDLE"
 VERSION = 1
@@ -45,37 +43,6 @@ GROUP_BYTES = 2 * 1024 * 1024
 # Without a checksum: frames have SHA-256.
 COMPRESSION = {"format": lzma.FORMAT_ALONE, "preset": 6 | lzma.PRESET_EXTREME}
 AGAIN = "build or download it again"
-
-Position = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
-
-
-class Frame(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Compressed bytes of a file."""
-
-    offset: Position
-    size: Position
-    full_size: Position  # The number of decompressed bytes.
-    sha256: Sha256  # Of the decompressed bytes.
-
-
-class Piece(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Machine code in a frame."""
-
-    group: Position  # The frame's position in `Index.groups`.
-    offset: Position  # Of the decompressed bytes.
-    size: Position
-
-
-class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The contents of a bundle."""
-
-    arch: ArchName  # The architecture of all machine code.
-    flashtune: ShortText  # The version that wrote the bundle.
-    size: Position  # The number of bytes of all frames.
-    entries: dict[Digest, Frame]  # By the digest of the kernel.
-    groups: tuple[Frame, ...]  # Frames of machine code.
-    codes: dict[Sha256, Piece]  # Machine code by its SHA-256.
-    recipes: dict[Digest, Digest]  # Digests of kernels by the hashes of `recipe_of`.
 
 
 class Bundle:
@@ -97,14 +64,15 @@ class Bundle:
             raise BundleError(
                 f"{where} has format {version} and this flashtune reads {VERSION}: use a matching bundle"
             )
+        self.digest = digest.hex()  # Of the index, and so of the contents.
         self._frames = HEAD.size + size
         raw = read(HEAD.size, size) if self._frames <= length and size <= MAX_INDEX_BYTES else b""
         if hashlib.sha256(raw).digest() != digest:
             raise self._damaged("its index is incomplete or changed")
         try:
             unpacked = zlib.decompressobj().decompress(raw, MAX_INDEX_BYTES)
-            self.index = msgspec.json.decode(unpacked, type=Index)
-        except (zlib.error, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            self.index = decode_index(unpacked)
+        except (zlib.error, struct.error, ValueError, RecursionError) as error:
             raise self._damaged("its index cannot be read") from error
         if length != self._frames + self.index.size:
             raise self._damaged("it is truncated, or bytes were added")
@@ -130,7 +98,10 @@ class Bundle:
     def entry_of_recipe(self, recipe: str) -> Entry | None:
         """Returns the entry of the kernel that is rendered from some values, None without one."""
         kernel = self.index.recipes.get(recipe)
-        return None if kernel is None else self.entry(kernel)
+        entry = None if kernel is None else self.entry(kernel)
+        if entry is not None and recipe not in entry.recipes:
+            raise self._damaged("a recipe has the place of another")
+        return entry
 
     def code(self, sha256: str) -> bytes:
         """Returns machine code."""
@@ -229,13 +200,12 @@ def dump_bundle(arch: str, version: str, entries: Iterable[Entry], codes: Mappin
             pieces[sha256] = Piece(number, start, len(codes[sha256]))
             start += len(codes[sha256])
     recipes = {recipe: kernel for kernel, entry in sorted(by_kernel.items()) for recipe in entry.recipes}
-    found, shared = dict(sorted(recipes.items())), dict(sorted(pieces.items()))
-    return assembled(Index(arch, version, offset, listed, tuple(groups), shared, found), frames)
+    return assembled(Index(arch, version, offset, tuple(groups), listed, pieces, recipes), frames)
 
 
 def assembled(index: Index, frames: Iterable[bytes]) -> bytes:
     """Returns the bytes of a file with an index and compressed frames."""
-    raw = zlib.compress(msgspec.json.encode(index), 9)
+    raw = zlib.compress(encode_index(index), 9)
     head = HEAD.pack(MAGIC, VERSION, len(raw), hashlib.sha256(raw).digest())
     return b"".join((head, raw, *frames))
 
@@ -275,13 +245,14 @@ def merged(bundles: Iterable[Bundle]) -> tuple[list[Entry], dict[str, bytes]]:
             entry = bundle.entry(kernel)
             assert entry is not None
             earlier = entries.get(kernel, entry)
-            entries[kernel] = _joined(earlier, entry) if earlier.machine == entry.machine else earlier
+            entries[kernel] = with_both(earlier, entry) if earlier.machine == entry.machine else earlier
             if earlier is entry:
                 codes |= {stage.code: bundle.code(stage.code) for stage in entry.stages}
     return list(entries.values()), codes
 
 
-def _joined(first: Entry, second: Entry) -> Entry:
+def with_both(first: Entry, second: Entry) -> Entry:
+    """Returns an entry with the recipes and receipts of two of equal machine code."""
     receipts: dict[tuple[str, str], Receipt] = {
         (receipt.target, receipt.driver): receipt for receipt in (*second.receipts, *first.receipts)
     }

@@ -21,6 +21,9 @@ BINARY: dict[str, Callable[[int, int], int]] = {
     "eq": lambda a, b: int(a == b),
     "lt": lambda a, b: int(a < b),
 }
+# Parameters with these names are numbers, all others with names are addresses.
+NUMBERS = frozenset({"scale", "softcap", "dropout"})
+NULL = Instruction("const", 0)
 INPUTS = frozenset({"const", "size", "stride", "multiprocessors"})
 LIMIT = 2**63
 
@@ -76,10 +79,10 @@ def _value(
 
 
 def check_entry(entry: Entry) -> Entry:
-    """Returns the entry. Every position in it must exist.
+    """Returns the entry. Every position in it must exist, and every address must be that of a name.
 
     Raises:
-        BundleError: A position does not exist.
+        BundleError: A position does not exist, or a parameter has another type than its name.
     """
     plan = entry.plan
     count = len(plan.program)
@@ -104,4 +107,13 @@ def check_entry(entry: Entry) -> Entry:
     used += [parameter.value for parameter in parameters if parameter.type != "map" and not parameter.name]
     if any(value >= count for value in used) or any(value >= len(plan.descriptors) for value in maps):
         raise BundleError(f"a launch of {entry.kernel} reads a value that does not exist: build it again")
+    for parameter in parameters:
+        if parameter.name:
+            valid = parameter.type == ("f32" if parameter.name in NUMBERS else "pointer")
+        elif parameter.type == "pointer":
+            valid = plan.program[parameter.value] == NULL
+        else:
+            valid = parameter.type != "f32"
+        if not valid:
+            raise BundleError(f"a parameter of {entry.kernel} has another type than its name: build it again")
     return entry

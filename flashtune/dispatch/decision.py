@@ -13,7 +13,7 @@ from flashtune.core.features.records import TENSORS
 from flashtune.core.features.table import TENSOR_INPUTS
 from flashtune.core.kernel import Specialization
 from flashtune.core.mask_sharing import MaskSharing
-from flashtune.core.problem import Causal, Feature
+from flashtune.core.problem import Causal, Feature, Problem
 from flashtune.core.record import Selection
 from flashtune.core.target import Target, find_target
 from flashtune.dispatch.bound_request import BoundRequest, KernelKey
@@ -31,6 +31,7 @@ from flashtune.dispatch.masked_sdpa import is_masked, sdpa_allowed
 from flashtune.dispatch.nearest import without_hidden_keys
 from flashtune.dispatch.sdpa_times import EFFICIENT, MATH, related_peers
 from flashtune.dispatch.tables import Tables
+from flashtune.launch.bundles import Bundles
 from flashtune.launch.compilation import interpreting
 from flashtune.request.request import Prefer, Request
 from flashtune.templates.registry import families, find_family
@@ -128,10 +129,7 @@ def _of_kernels(bound: BoundRequest) -> tuple[Decision, ...]:
     # A baseline may not be selected if the call returns a log-sum-exp or has features.
     generated = request.prefer is Prefer.GENERATED or request.return_lse or request.needs_grad
     generated = generated or bool(request.problem.features)
-    selections = tuple(
-        select(key.problem, target, bound.records, key.specialization, generated=generated)
-        for key in bound.passes
-    )
+    selections = tuple(_selected(bound, key.problem, key.specialization, generated) for key in bound.passes)
     peer = None
     if not (request.prefer is Prefer.GENERATED or request.return_lse):
         peer = (_faster_peer_of_pair if request.needs_grad else _faster_peer)(bound, *selections)
@@ -145,6 +143,13 @@ def _of_kernels(bound: BoundRequest) -> tuple[Decision, ...]:
         Decision(Backend.GENERATED, start + selection_source(selection), target, selection)
         for selection in selections
     )
+
+
+def _selected(
+    bound: BoundRequest, problem: Problem, specialization: Specialization, generated: bool
+) -> Selection:
+    bundles = bound.platform.bundles
+    return select(problem, bound.target, bound.records, specialization, generated=generated, bundles=bundles)
 
 
 def _without_gradient(names: Iterable[str]) -> tuple[str, ...]:
@@ -238,7 +243,7 @@ def _peer_reason(bound: BoundRequest, peer: str, passes: Sequence[Selection]) ->
 
 def _passed_over(bound: BoundRequest, selection: Selection, generated: bool) -> str:
     """Returns the reason for not using the selection for tensors that all families can address."""
-    best = select(bound.request.problem, bound.target, bound.records, BEST_TENSORS, generated=generated)
+    best = _selected(bound, bound.request.problem, BEST_TENSORS, generated)
     if best.record == selection.record:
         return ""
     return f"{best.record.family} would serve but cannot address tensors with such strides or addresses, and "
@@ -290,6 +295,7 @@ def choose_over(
     gradients: Sequence[str],
     sharing: MaskSharing | None,
     known: tuple[Target, Tables] | None,
+    bundles: Bundles | None = None,
 ) -> tuple[Decision, ...] | None:
     """Returns the decisions for kernels that replace another library's operator, or None if that is faster.
 
@@ -299,6 +305,7 @@ def choose_over(
         gradients: Names of the side inputs that require grad.
         sharing: How the call's mask is shared.
         known: The GPU and its tuned records, or None under the interpreter.
+        bundles: Bundles whose kernels are preferred at untuned shapes.
     """
     if _without_gradient(gradients):
         return None
@@ -306,7 +313,8 @@ def choose_over(
         return _interpreted(passes)
     target, tables = known
     selections = tuple(
-        select(key.problem, target, tables, key.specialization, generated=True) for key in passes
+        select(key.problem, target, tables, key.specialization, generated=True, bundles=bundles)
+        for key in passes
     )
     if usual is not None and not beats(selections, usual, sharing):
         return None

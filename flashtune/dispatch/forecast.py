@@ -53,6 +53,8 @@ STEP_MARGIN = 0.005
 PORTABLE_MARGIN = 0.04
 UNTIMED_MARGIN = 0.05
 NEIGHBOUR_MARGIN = 0.02
+# A config whose verified kernel is in a bundle is preferred if its estimate is higher by up to this fraction.
+BUNDLED_MARGIN = 0.05
 # Number of a family's best tuned configs from which untimed configs are derived.
 NUM_SEEDS = 3
 
@@ -77,13 +79,17 @@ class _Candidate(NamedTuple):
 
 
 def forecast(
-    problem: Problem, records: Iterable[Record], target: Target, serves: Callable[[Record], bool]
+    problem: Problem,
+    records: Iterable[Record],
+    target: Target,
+    serves: Callable[[Record], bool],
+    is_bundled: Callable[[Record], bool] = lambda record: False,
 ) -> tuple[Record, TransferEstimate] | None:
     """Returns the record of the config with the lowest estimated time, or None without a tuned shape.
 
     The result does not depend on the order of the records. A config that was never tuned has a record without
     a verdict, like a default config. `records` are the selected records of the GPU, each with a config.
-    `serves` returns whether a record's kernel can serve the call.
+    `serves` returns whether a record's kernel can serve the call, and `is_bundled` whether a bundle has it.
     """
     alike = tuned_alike(problem, records)
     able = [record for record in alike if serves(record) and not is_short_prompt(record, problem)]
@@ -98,6 +104,9 @@ def forecast(
     ]
     candidates += _of_other_families(problem, names, records, target, serves)
     best = min(candidates, key=lambda candidate: candidate.rank)
+    near = [candidate for candidate in candidates if candidate.ms <= (1 + BUNDLED_MARGIN) * best.ms]
+    near.sort(key=lambda candidate: candidate.rank)
+    best = next((candidate for candidate in near if is_bundled(candidate.record)), best)
     if may_split(problem):
         best = _split(problem, best, target, serves) or best
     own = next(candidate for candidate in candidates if candidate.record == nearest)
@@ -278,6 +287,7 @@ def forecast_related(
     target: Target,
     serves: Callable[[Record], bool],
     usual: str,
+    is_bundled: Callable[[Record], bool] = lambda record: False,
 ) -> tuple[Record, TransferEstimate] | None:
     """Returns the result of `forecast` for shapes of the other 16-bit type or of the next wider head dims.
 
@@ -286,8 +296,24 @@ def forecast_related(
     tuned configs of slower families would replace its default config.
     """
 
+    def own(record: Record) -> Record | None:
+        config = _carried_over(record, problem, target)
+        if config is None:
+            return None
+        shape = msgspec.structs.replace(
+            record.problem,
+            dtype=problem.dtype,
+            head_dim=problem.head_dim,
+            value_head_dim=problem.value_head_dim,
+        )
+        return msgspec.structs.replace(untimed(record, config), problem=shape)
+
     def carries_over(record: Record) -> bool:
         return serves(record) and _carried_over(record, problem, target) is not None
+
+    def is_own_bundled(record: Record) -> bool:
+        carried = own(record)
+        return carried is not None and is_bundled(carried)
 
     all_records = tuple(records)
     for other in _related(problem, all_records):
@@ -295,20 +321,13 @@ def forecast_related(
             record.family == usual and carries_over(record) for record in tuned_alike(other, all_records)
         ):
             continue
-        estimate = forecast(other, all_records, target, carries_over)
+        estimate = forecast(other, all_records, target, carries_over, is_own_bundled)
         assert estimate is not None
         record, why = estimate
-        config = _carried_over(record, problem, target)
-        if config is not None:
-            own = msgspec.structs.replace(
-                record.problem,
-                dtype=problem.dtype,
-                head_dim=problem.head_dim,
-                value_head_dim=problem.value_head_dim,
-            )
+        carried = own(record)
+        if carried is not None:
             peers = narrowed_peers(why.peers, other, problem)
-            why = msgspec.structs.replace(why, peers=peers)
-            return msgspec.structs.replace(untimed(record, config), problem=own), why
+            return carried, msgspec.structs.replace(why, peers=peers)
     return None
 
 

@@ -36,6 +36,7 @@ from flashtune.dispatch.nearest import (
 )
 from flashtune.dispatch.tables import Tables
 from flashtune.dispatch.versions import current_versions
+from flashtune.launch.bundles import Bundles
 from flashtune.launch.compilation import interpreting
 from flashtune.templates.family import Family, unsupported_reason
 from flashtune.templates.registry import families, find_family
@@ -60,17 +61,27 @@ PORTABLE_BLOCKS, PORTABLE_FACTOR = 128, 1.3
 
 
 def select(
-    problem: Problem, target: Target, tables: Tables, specialization: Specialization, *, generated: bool
+    problem: Problem,
+    target: Target,
+    tables: Tables,
+    specialization: Specialization,
+    *,
+    generated: bool,
+    bundles: Bundles | None = None,
 ) -> Selection:
     """Returns the selection for a problem on a GPU.
 
     A family that requires more than the specialization is not selected. With `generated`, no baseline is.
+    At untuned shapes, kernels of `bundles` are preferred to kernels that are about as fast.
     """
 
     def serves(record: Record) -> bool:
         if record.config is None:
             return not generated
         return unsupported_reason(find_family(record.family), problem, target, specialization) is None
+
+    def is_bundled(record: Record) -> bool:
+        return bundles is not None and bundles.find(record, specialization, target) is not None
 
     entry = tables.find(problem, serves)
     if entry is not None:
@@ -79,10 +90,10 @@ def select(
     tuned = tuple(record for record in tables.effective() if record.config)
     # Kernels skip hidden keys, so times are those of the problem without them.
     seen = without_hidden_keys(problem)
-    expected = forecast(seen, tuned, target, serves)
+    expected = forecast(seen, tuned, target, serves, is_bundled)
     if expected is None:
         default = default_selection(problem, target, specialization)
-        expected = forecast_related(seen, tuned, target, serves, default.record.family)
+        expected = forecast_related(seen, tuned, target, serves, default.record.family, is_bundled)
     if expected is not None and not _is_new_phase(seen, *expected):
         record, why = expected
         if seen != problem:

@@ -83,27 +83,6 @@ def tuned_records(target_name: str) -> Tables:
     )
 
 
-def table_hash(target_name: str | None = None) -> str:
-    """Returns a hash of all records that dispatch would use on a GPU, as 32 hex digits.
-
-    Ranks can compare it: equal hashes mean equal selections.
-
-    Args:
-        target_name: Name of a target, such as `nvidia-h200`. None for the current GPU.
-    """
-    from flashtune.db import table
-
-    if target_name is None:
-        import torch
-
-        from flashtune.core.target import device_target
-
-        target_name = device_target(torch.cuda.current_device() if torch.cuda.is_available() else 0).name
-    return table.table_hash(
-        table.TunedTable(target=target_name, records=tuned_records(target_name).effective())
-    )
-
-
 def _selected(target_name: str) -> tuple[Record, ...]:
     from flashtune.db.light.reader import open_reader
 

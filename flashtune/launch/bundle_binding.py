@@ -6,9 +6,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flashtune.bundle.driver import Driver
+from flashtune.bundle.cubin import machine_digest, parameter_sizes
+from flashtune.bundle.driver import SIZES, Driver
 from flashtune.bundle.program import evaluate
 from flashtune.bundle.records import Descriptor, Entry
+from flashtune.core.errors import BundleError, KernelError
 from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.launch.launch import Launch, Stage, launch_of
 from flashtune.launch.launcher import Queue
@@ -29,9 +31,23 @@ class BundledBinary(NamedTuple):
 def load_entry(
     entry: Entry, code_of: Callable[[str], bytes], driver: Driver, device: torch.device
 ) -> tuple[c_void_p, ...]:
-    """Returns the functions of an entry's kernels on a device. `code_of` returns machine code by SHA-256."""
-    with torch.cuda.device(device):
-        return tuple(driver.load(code_of(stage.code), stage, device.index) for stage in entry.stages)
+    """Returns the functions of an entry's kernels on a device. `code_of` returns machine code by SHA-256.
+
+    Raises:
+        BundleError: The machine code is not that of the entry.
+        KernelError: The driver refuses the machine code.
+    """
+    functions = []
+    for stage in entry.stages:
+        code = code_of(stage.code)
+        if machine_digest(code, stage.function) != stage.machine:
+            raise BundleError(f"the machine code of {entry.kernel} is another kernel's: build it again")
+        sizes = [SIZES[parameter.type] for parameter in stage.parameters]
+        if parameter_sizes(code, stage.function) != sizes:
+            raise BundleError(f"the parameters of {entry.kernel} are not those of its code: build it again")
+        with torch.cuda.device(device):
+            functions.append(driver.load(code, stage, device.index))
+    return tuple(functions)
 
 
 def bind_entry(
@@ -52,9 +68,13 @@ def bind_entry(
     if multiprocessors is None:
         multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
     inputs: dict[str, Any] = side._asdict() | tensors._asdict()
-    values = evaluate(
-        plan, [(inputs[name].shape, inputs[name].stride()) for name in plan.tensors], multiprocessors
-    )
+    read: list[Any] = [inputs.get(name) for name in plan.tensors]
+    known = {*inputs, "scale", *(workspace.name for workspace in plan.workspaces)}
+    used = {descriptor.tensor for descriptor in plan.descriptors}
+    used |= {parameter.name for stage in entry.stages for parameter in stage.parameters if parameter.name}
+    if any(tensor is None for tensor in read) or not used <= known:
+        raise KernelError(f"the kernel {entry.kernel} takes other tensors than this call: build it again")
+    values = evaluate(plan, [(tensor.shape, tensor.stride()) for tensor in read], multiprocessors)
     shapes = {
         workspace.name: tuple(values[extent] for extent in workspace.shape) for workspace in plan.workspaces
     }
@@ -64,6 +84,8 @@ def bind_entry(
     stages = []
     for stage, function in zip(entry.stages, functions, strict=True):
         grid = [values[extent] for extent in stage.grid]
+        if not all(0 <= extent < 2**31 for extent in grid):
+            raise KernelError(f"the grid {grid} of {stage.function} is out of range: use smaller tensors")
         run = driver.queue(function, stage, grid, values, len(plan.descriptors), device.index)
         names = tuple(parameter.name for parameter in stage.parameters if parameter.name)
         described = any(parameter.type == "map" for parameter in stage.parameters)

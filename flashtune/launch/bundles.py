@@ -7,7 +7,7 @@ import hashlib
 import importlib.util
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import torch
@@ -70,6 +70,13 @@ def bundled_kernel(entry: Entry, record: Record, specialization: Specialization)
     return kernel
 
 
+class Located(NamedTuple):
+    """An entry and the bundle that has it."""
+
+    entry: Entry
+    bundle: Bundle
+
+
 class Bundles:
     """Kernels of bundles, each loaded once. Only kernels with a receipt of this GPU are used.
 
@@ -86,7 +93,7 @@ class Bundles:
         self._given = driver
         self._of_database = of_database
         self._open: dict[str, list[Bundle]] = {}  # By architecture, in order. Without those with an error.
-        self._loaded: dict[tuple[str, torch.device], BundledBinary] = {}
+        self._loaded: dict[tuple[str, str, torch.device], BundledBinary] = {}
 
     @functools.cached_property
     def _driver(self) -> Driver:
@@ -94,55 +101,51 @@ class Bundles:
 
         return self._given or Driver()
 
-    def find(self, record: Record, specialization: Specialization, target: Target) -> Entry | None:
-        """Returns the verified entry of a record's kernel, or None.
-
-        No driver compiles machine code again, so a receipt holds under all drivers. Warns once of a bundle
-        that cannot be used.
-        """
-        for entry in self._entries(lambda: recipe_of(record, specialization), target):
-            held = ((receipt.machine, receipt.target) for receipt in entry.receipts)
-            if (entry.machine, target.name) in held:
-                return entry
-        return None
-
-    def entry(self, recipe: Callable[[], str], target: Target) -> Entry | None:
-        """Returns the entry of a recipe, verified or not, or None. Warns once of an unusable bundle."""
-        return next(self._entries(recipe, target), None)
-
-    def _entries(self, recipe: Callable[[], str], target: Target) -> Iterator[Entry]:
-        """Yields the entries of a recipe in the order of look-up."""
+    def of(self, target: Target) -> list[Bundle]:
+        """Returns the bundles for a GPU, in the order of look-up. Warns once of those with an error."""
         if target.arch not in self._open:
             self._open[target.arch] = [*self._opened(target)] if target.is_nvidia else []
-        bundles = tuple(self._open[target.arch])
-        key = recipe() if bundles else ""
-        for bundle in bundles:
+        return self._open[target.arch]
+
+    def find(self, record: Record, specialization: Specialization, target: Target) -> Located | None:
+        """Returns the verified entry of a record's kernel, or None.
+
+        No driver compiles machine code again, so a receipt holds under all drivers.
+        """
+        if not self.of(target):
+            return None
+        for located in self.entries(recipe_of(record, specialization), target):
+            receipts = {(receipt.machine, receipt.target) for receipt in located.entry.receipts}
+            if receipts and (located.entry.machine, target.name) in receipts:
+                return located
+        return None
+
+    def entries(self, recipe: str, target: Target) -> Iterator[Located]:
+        """Yields the entries of a recipe, verified or not."""
+        for bundle in self.of(target):
             try:
-                entry = bundle.entry_of_recipe(key)
+                entry = bundle.entry_of_recipe(recipe)
             except BundleError as error:
                 self._forget(target, bundle, error)
                 continue
             if entry is not None:
-                yield entry
+                yield Located(entry, bundle)
 
-    def load(self, entry: Entry, target: Target, device: torch.device) -> BundledBinary | None:
+    def load(self, located: Located, target: Target, device: torch.device) -> BundledBinary | None:
         """Returns the code of an entry on a device. None after an error, of which it warns."""
         from flashtune.launch.bundle_binding import BundledBinary, load_entry
 
-        binary = self._loaded.get((entry.kernel, device))
-        if binary is not None:
-            return binary
-        codes = {stage.code for stage in entry.stages}
-        for bundle in tuple(self._open[target.arch]):
-            if codes <= bundle.index.codes.keys():
-                try:
-                    functions = load_entry(entry, bundle.code, self._driver, device)
-                except (BundleError, KernelError) as error:
-                    self._forget(target, bundle, error)
-                    continue
-                binary = self._loaded[entry.kernel, device] = BundledBinary(entry, functions, self._driver)
-                return binary
-        return None
+        entry, bundle = located
+        key = bundle.where, entry.kernel, device
+        binary = self._loaded.get(key)
+        if binary is None:
+            try:
+                functions = load_entry(entry, bundle.code, self._driver, device)
+            except (BundleError, KernelError) as error:
+                self._forget(target, bundle, error)
+                return None
+            binary = self._loaded[key] = BundledBinary(entry, functions, self._driver)
+        return binary
 
     def _opened(self, target: Target) -> Iterator[Bundle]:
         """Yields the bundles for a target. Warns of those with an error."""

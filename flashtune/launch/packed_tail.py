@@ -51,8 +51,9 @@ def tail_clearer(binary: Any, out: Tensor, has_lse: bool, sequences: int, device
     values = evaluate(PLAN, [(size, ()) for size in sizes], 1)
     index = device.index
     if isinstance(binary, tuple):
-        (stage,), (function,) = binary.entry.stages, binary.functions
-        run = binary.driver.queue(function, stage, (values[GRID],), values, 0, index)
+        entry, (function,), driver = binary
+        (stage,) = entry.stages
+        run = driver.queue(function, stage, (values[GRID],), values, 0, index)
         queue = Queue(run, (), (), as_one=True)
     else:
         queue = queue_of(binary, (values[GRID],), tuple(values[number] for number in INTEGERS), device)

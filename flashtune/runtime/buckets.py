@@ -147,7 +147,7 @@ def choices_of(
     """Returns the kernel or the decision of each pass, or None if the replaced operator is faster."""
     request = key.request
     tuned = None if device is None else (device.target, device.records)
-    decisions = choose_over(key.usual, key.passes, key.gradients, key.sharing, tuned)
+    decisions = choose_over(key.usual, key.passes, key.gradients, key.sharing, tuned, loader.bundles)
     if decisions is None or device is None:
         return decisions
     if request.problem.packed:

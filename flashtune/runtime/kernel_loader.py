@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -9,15 +10,15 @@ import msgspec
 import torch
 
 from flashtune.core.caches import keep
-from flashtune.core.errors import VerificationError
+from flashtune.core.errors import KernelError, VerificationError
 from flashtune.core.features.records import ExtraInputs
 from flashtune.core.kernel import Kernel, Specialization
 from flashtune.core.record import Record, Selection
 from flashtune.core.target import Target
-from flashtune.db.location import database_bundle
 from flashtune.dispatch.bound_request import KernelKey
+from flashtune.dispatch.platform import PLATFORM
 from flashtune.launch.binding import Binary, Tensors, bind
-from flashtune.launch.bundles import Bundles, bundled_kernel
+from flashtune.launch.bundles import VARIABLE, Bundles, bundled_kernel
 from flashtune.launch.compilation import is_compiled
 from flashtune.launch.compiler_process import CompilerProcess
 from flashtune.launch.kernel_cache import Binaries, kernel_of
@@ -47,7 +48,7 @@ class KernelLoader:
 
     def __init__(self, checks: SelfChecks | None = None, bundles: Bundles | None = None) -> None:
         self.checks = checks or SelfChecks()
-        self.bundles = bundles or Bundles(of_database=database_bundle)
+        self.bundles = bundles or PLATFORM.bundles
         self.binaries = Binaries()
         # Rendered kernels, which calls of other lengths share.
         self.rendered: dict[tuple[object, ...], Kernel] = {}
@@ -65,10 +66,13 @@ class KernelLoader:
         """
         record = selection.record
         assert record.config is not None
-        entry = self.bundles.find(record, key.specialization, target)
-        loaded = entry and self.bundles.load(entry, target, key.device)
-        if entry is not None and loaded is not None:
-            return LoadedKernel(bundled_kernel(entry, record, key.specialization), target, loaded)
+        # A bundle that fails is not used again.
+        while (located := self.bundles.find(record, key.specialization, target)) is not None:
+            loaded = self.bundles.load(located, target, key.device)
+            if loaded is not None:
+                kernel = bundled_kernel(located.entry, record, key.specialization)
+                return LoadedKernel(kernel, target, loaded)
+        require_triton()
         kernel = self.kernel_of(record, key.specialization, target)
         if selection.proves(kernel.digest):
             return LoadedKernel(kernel, target, self.binaries.of(kernel, target, key.device))
@@ -108,6 +112,7 @@ class KernelLoader:
         """Lets another process render and compile a kernel, unless a bundle or Triton's cache has it."""
         if self.bundles.find(record, specialization, target) is not None:
             return
+        require_triton()
         key = _computation(record, specialization, target)
         kernel = self.rendered.get(key)
         if kernel is None or not all(is_compiled(part, target) for part in kernel.parts):
@@ -126,8 +131,8 @@ class KernelLoader:
         key = out.dtype, target, request.device
         binary = self.clearing.get(key)
         if binary is None:
-            entry = self.bundles.entry(lambda: tail_recipe(out.dtype), target)
-            binary = entry and self.bundles.load(entry, target, request.device)
+            located = next(self.bundles.entries(tail_recipe(out.dtype), target), None)
+            binary = located and self.bundles.load(located, target, request.device)
             if binary is None:
                 from flashtune.launch.tail_kernel import compile_clear
 
@@ -138,6 +143,15 @@ class KernelLoader:
     def remember(self, key: KernelKey, kernel: LoadedKernel) -> None:
         """Caches the kernel of a call with features, for later calls with the same key."""
         keep(self.loaded, key, kernel, KERNELS_LIMIT)
+
+
+def require_triton() -> None:
+    """Raises an error if Triton is not installed, for a kernel that no bundle has."""
+    if importlib.util.find_spec("triton") is None:
+        raise KernelError(
+            "Triton is not installed and no bundle has this kernel: install triton, or name another bundle "
+            f"in {VARIABLE}"
+        )
 
 
 def _computation(record: Record, specialization: Specialization, target: Target) -> tuple[object, ...]:

@@ -33,6 +33,7 @@ from flashtune.dispatch.decision import INTERPRETED_TARGET
 from flashtune.dispatch.platform import PLATFORM, Platform
 from flashtune.dispatch.tables import tuned_records
 from flashtune.dispatch.versions import current_versions
+from flashtune.launch.bundles import bundle_paths
 from flashtune.launch.compilation import interpreting
 from flashtune.launch.compiler_process import CompilerProcess
 from flashtune.recording.callers import present_caller
@@ -64,6 +65,8 @@ Key = tuple[object, ...]
 QUEUE_LIMIT = 64
 # The number of removed sets of overrides that stay in memory with their kernels.
 KEPT_KERNELS = 192
+# The architecture for which bundles ship.
+HOPPER = 90
 # In warnings.
 REPLACED = "the replaced operator"
 
@@ -347,8 +350,9 @@ class Session:
         They hold Python's lock, for which calls would wait.
         """
         try:
-            for name in ("flashtune.verification.check", "triton.experimental.gluon.language"):
-                importlib.import_module(name)
+            if not self._has_bundle():
+                for name in ("flashtune.verification.check", "triton.experimental.gluon.language"):
+                    importlib.import_module(name)
             for family in families():
                 current_versions(family.name)  # the hash of the template is cached
             if not torch.cuda.is_initialized():
@@ -362,6 +366,13 @@ class Session:
                 self._load(device)
         except Exception as failure:  # noqa: BLE001 (the replaced operators serve)
             _warn(failure)
+
+    def _has_bundle(self) -> bool:
+        """Whether there is a bundle for the current GPU, or before CUDA is initialised for Hopper GPUs."""
+        if not torch.cuda.is_initialized():
+            return bool(bundle_paths(HOPPER, None))
+        target = self.platform.target(torch.device("cuda", torch.cuda.current_device()))
+        return bool(self.loader.bundles.of(target))
 
     def wait(self, timeout: float | None = None) -> bool:
         """Waits until all queued kernels are prepared. Returns False if `timeout` (in s) ends first."""

@@ -5,8 +5,10 @@ import os
 import signal
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from flashtune.bundle import additions
 from flashtune.bundle.additions import add_entries
 from flashtune.bundle.bundle_file import open_bundle
 from flashtune.bundle.records import Entry
@@ -21,7 +23,7 @@ def recipe(number: int) -> str:
 
 def add(path: Path, *made: tuple[Entry, dict[str, bytes]], kept: tuple[int, ...] = (1, 2, 3)) -> None:
     codes = {sha256: code for _, codes in made for sha256, code in codes.items()}
-    add_entries(path, "sm_90", "1.0", [entry for entry, _ in made], codes, {*map(recipe, kept)})
+    add_entries(path, "sm_90", "1.0", [entry for entry, _ in made], codes, lambda: {*map(recipe, kept)})
 
 
 def held(path: Path) -> set[str]:
@@ -49,20 +51,42 @@ def test_new_kernel_replaces_the_old_one_of_a_recipe(tmp_path: Path, entries: En
     path = tmp_path / "db.bundle"
     add(path, *entries[:2])
     faster = make_entry(9, b"faster")
-    add_entries(path, "sm_90", "1.0", [faster[0]], faster[1], {recipe(9), recipe(2)})
+    add_entries(path, "sm_90", "1.0", [faster[0]], faster[1], lambda: {recipe(9), recipe(2)})
     assert held(path) == {faster[0].kernel, entries[1][0].kernel}, "kernels of other recipes are removed"
 
 
-@pytest.mark.parametrize("damage", ["bytes", "writable", "other"])
-def test_unusable_file_is_replaced(tmp_path: Path, entries: Entries, damage: str) -> None:
+def test_kernel_keeps_the_recipes_that_it_has(tmp_path: Path, entries: Entries) -> None:
+    path = tmp_path / "db.bundle"
+    entry, codes = entries[0]
+    add(path, entries[0])
+    add(path, (msgspec.structs.replace(entry, recipes=(recipe(2),)), codes))
+    bundle = open_bundle(path)
+    for number in (1, 2):
+        found = bundle.entry_of_recipe(recipe(number))
+        assert found is not None
+        assert found.recipes == (recipe(1), recipe(2))
+    # Another compiler's code for the kernel serves only the recipe that was searched.
+    other = make_entry(1, b"other compiler")[1]
+    (sha256,) = other
+    stage = msgspec.structs.replace(entry.stages[0], code=sha256, machine="0" * 32)
+    add(path, (msgspec.structs.replace(entry, stages=(stage,)), other))
+    assert {*open_bundle(path).index.recipes} == {recipe(1)}
+
+
+@pytest.mark.parametrize("damage", ["bytes", "writable", "large", "other"])
+def test_unusable_file_is_replaced(
+    tmp_path: Path, entries: Entries, damage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "db.bundle"
     add(path, entries[0])
     if damage == "bytes":
         path.write_bytes(path.read_bytes()[:-1])
     elif damage == "writable":
         path.chmod(0o666)
+    elif damage == "large":
+        monkeypatch.setattr(additions, "MAX_BYTES", 10)
     else:
-        add_entries(path, "sm_80", "1.0", [entries[0][0]], entries[0][1], {recipe(1)})
+        add_entries(path, "sm_80", "1.0", [entries[0][0]], entries[0][1], lambda: {recipe(1)})
     add(path, entries[1])
     assert held(path) == {entries[1][0].kernel}
     assert path.stat().st_mode & 0o022 == 0

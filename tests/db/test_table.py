@@ -11,7 +11,15 @@ from flashtune.core.problem import Causal
 from flashtune.core.record import Provenance
 from flashtune.core.target import TARGETS
 from flashtune.db import table as tables
-from flashtune.db.table import TunedTable, dump_table, load_table, parse_table, shipped_table, table_hash
+from flashtune.db.table import (
+    TunedTable,
+    check_table,
+    dump_table,
+    load_table,
+    parse_table,
+    shipped_table,
+    table_hash,
+)
 from tests.db.records import make_problem, make_record
 from tests.support.families import Ship
 from tests.support.records import shipped_table_of
@@ -169,6 +177,8 @@ def test_unknown_target_has_no_shipped_table(name: str) -> None:
 def test_shipped_table_has_its_target(target: str) -> None:
     table = shipped_table(target)
     assert table is None or (table.target == target and table.records)
+    if table is not None:
+        check_table(table, target)
 
 
 def test_table_ships_as_a_file_with_the_name_of_its_gpu(table: TunedTable, ship: Ship) -> None:

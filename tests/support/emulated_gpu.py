@@ -52,7 +52,8 @@ def made(size: int, device: torch.device, stream: int) -> Memory:
 @contextlib.contextmanager
 def emulated_gpu() -> Iterator[CudaLibrary]:
     """Prepares calls of this session for the GPU in the context, by kernels of the bundle of the process."""
-    library = CudaLibrary()
+    library, platform = CudaLibrary(), EmulatedGpu()
+    platform.bundles = Bundles(CpuDriver(library))
     properties = mock.Mock(multi_processor_count=132)
     patches: list[Any] = [
         mock.patch.object(module, name, value)
@@ -64,8 +65,9 @@ def emulated_gpu() -> Iterator[CudaLibrary]:
             (executors, "current_device", lambda: None),
             (backward_executors, "current_device", lambda: None),
             (workspaces, "_made", made),
-            (SESSION, "platform", EmulatedGpu()),
-            (SESSION, "loader", KernelLoader(bundles=Bundles(CpuDriver(library)))),
+            (workspaces, "capturing", lambda: False),
+            (SESSION, "platform", platform),
+            (SESSION, "loader", KernelLoader(bundles=platform.bundles)),
         )
     ]
     with contextlib.ExitStack() as stack:

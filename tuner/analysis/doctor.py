@@ -59,6 +59,7 @@ def examine(
     chosen = target or _target_here()
     yield interpreter()
     yield from compilers(chosen, watch)
+    yield from bundles(chosen)
     yield shipped(chosen)
 
 
@@ -78,6 +79,33 @@ def library(name: str, oldest: tuple[int, int], newest: tuple[int, int] | None) 
         advice = "flashtune is tested up to {}.{}: run flashtune verify".format(*newest)
         return Finding(name, Level.WARN, version, advice)
     return Finding(name, Level.OK, version)
+
+
+def bundles(target: Target) -> Iterator[Finding]:
+    """Returns the bundles whose kernels are loaded instead of compiled, and why others are not used."""
+    from flashtune.bundle.bundle_file import open_bundle
+    from flashtune.db.location import database_bundle
+    from flashtune.launch.bundles import bundle_paths
+
+    own = database_bundle(target.arch)
+    unusable = "until then kernels are compiled"
+    try:
+        paths = bundle_paths(target.capability, own) if target.is_nvidia else []
+    except FlashtuneError as error:
+        yield Finding("bundle", Level.WARN, str(error), unusable)
+        return
+    if not paths:
+        yield Finding("bundle", Level.OK, f"none for {target.arch}: first calls compile their kernels")
+    for path in paths:
+        try:
+            index = open_bundle(path, own=path == own).index
+        except FlashtuneError as error:
+            yield Finding("bundle", Level.WARN, str(error), unusable)
+            continue
+        found = f"{path}, {len(index.entries):,} kernels for {index.arch}"
+        fits = index.arch == target.arch
+        advice = "" if fits else f"name a bundle for {target.arch}"
+        yield Finding("bundle", Level.OK if fits else Level.WARN, found, advice)
 
 
 def _numbers(version: str) -> tuple[int, int]:

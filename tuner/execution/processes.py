@@ -37,6 +37,8 @@ PRELOADED = (
     "flashtune.tuner.execution.preloaded",
 )
 
+# Pipes and sockets for the start of a worker.
+WORKER_FILES = 10
 NOTHING_LOST = "what was finished is stored, and the same command goes on"
 
 Result = TypeVar("Result")
@@ -52,9 +54,17 @@ def start_pool(workers: int) -> ProcessPool:
     """Returns a pool with time limits for jobs, and starts its workers. They end with this process."""
     with _starting():
         context, folder = _context(), _temporary_folder()
+        _require_files()
     return started(
         ProcessPool(max_workers=workers, context=context, initializer=_become_worker, initargs=(folder,))
     )
+
+
+def _require_files() -> None:
+    """Raises if this process cannot open the files of a worker. The server would print a traceback."""
+    with contextlib.ExitStack() as opened:
+        for _ in range(WORKER_FILES):
+            opened.callback(os.close, os.open(os.devnull, os.O_RDONLY))
 
 
 def started(pool: ProcessPool) -> ProcessPool:

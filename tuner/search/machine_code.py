@@ -38,8 +38,11 @@ def store_machine_code(
     if not entries:
         return
     path = bundle_file(store.url, scope.target.arch)
-    chosen = (row.record for row in (*store.selections(), *store.fallbacks()))
-    recipes = {recipe_of(record, record.specialization) for record in chosen if record.config is not None}
+
+    def recipes() -> set[str]:
+        chosen = (row.record for row in (*store.selections(), *store.fallbacks()))
+        return {recipe_of(record, record.specialization) for record in chosen if record.config is not None}
+
     try:
         add_entries(path, scope.target.arch, VERSION, entries, codes, recipes)
     except OSError as error:  # A lock that is held too long is one too.

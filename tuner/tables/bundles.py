@@ -1,5 +1,6 @@
 """Builds bundles of the kernels that dispatch chooses for calls."""
 
+import random
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
@@ -32,10 +33,12 @@ PREFILL = f"heads=32,kv_heads=8,batch=2,seqlen=2048,{WIDTHS},causal=none|bottom_
 DECODE = f"heads=32,kv_heads=8,batch=16,seqlen_q=1,seqlen_kv=4096,{WIDTHS},dtype=bf16|fp16"
 # Values of features for a prefill or gradients, and for decoding.
 PREFILL_FEATURES = (
-    "", "window=1023", "softcap", "alibi", "bias=additive", "bias=boolean", "sinks", "prefix", "chunk=2048",
+    "", "window=1023", "softcap", "alibi", "bias=additive", "bias=boolean", "sinks", "prefix", "chunk=512",
     "block_mask=128", "packed=8192", "kv_lengths", "dropout", "deterministic",
 )  # fmt: skip
 DECODE_FEATURES = ("", "page_size=16", "page_size=64", "page_size=256", "kv_lengths")
+# Random shapes of each width. The configs of untuned shapes depend on lengths and on the numbers of heads.
+SEED, PLAIN_SHAPES, FEATURE_SHAPES = 43, 40, 4
 # Types of outputs of packed calls.
 CLEARED = (torch.bfloat16, torch.float16, torch.float32)
 UNALIGNED = Specialization(Alignment.ANY)
@@ -60,17 +63,35 @@ def table_calls(table: TunedTable) -> Iterator[Call]:
 def coverage_calls() -> Iterator[Call]:
     """Yields calls of untuned shapes: widths, types and single features, both passes.
 
-    Without a feature, tensors are also unaligned.
+    Without a feature, tensors are also unaligned. The random shapes are aligned.
     """
     prefill = [f"{PREFILL},dtype={dtype}" for dtype in ("bf16", "fp16", "fp32")]
     shapes = [(text, feature) for text in prefill for feature in PREFILL_FEATURES]
     shapes += [(f"{text},backward", feature) for text, feature in shapes]
     shapes += [(DECODE, feature) for feature in DECODE_FEATURES]
+    yield from _calls(shapes)
+    yield from _calls(((text, "") for text, feature in shapes if not feature), UNALIGNED)
+    drawn = random.Random(SEED)  # noqa: S311 - shapes are no secrets
+    for feature in PREFILL_FEATURES:
+        dtypes = "bf16" if feature else "bf16|fp16"
+        for _ in range(FEATURE_SHAPES if feature else PLAIN_SHAPES):
+            text = f"{_drawn(drawn)},{WIDTHS},causal=none|bottom_right,dtype={dtypes}"
+            yield from _calls([(text, feature), (f"{text},backward", feature)])
+
+
+def _calls(shapes: Iterable[tuple[str, str]], assumed: Specialization | None = None) -> Iterator[Call]:
+    """Yields the calls of shapes and features, with and without a log-sum-exp."""
     for text, feature in shapes:
         for problem, specialization in calls_of(parse_shape(f"{text},{feature}")):
-            for assumed in (specialization,) if feature else (specialization, UNALIGNED):
-                for lse in (False, True):
-                    yield problem, msgspec.structs.replace(assumed, lse=lse)
+            for lse in (False, True):
+                yield problem, msgspec.structs.replace(assumed or specialization, lse=lse)
+
+
+def _drawn(drawn: random.Random) -> str:
+    """Returns a random shape without its width, type and features."""
+    heads, group = drawn.choice((4, 8, 12, 16, 24, 32, 40, 64)), drawn.choice((1, 1, 2, 4))
+    length, batch = round(2 ** drawn.uniform(7, 14)), drawn.choice((1, 1, 2, 4, 8, 16))
+    return f"heads={heads},kv_heads={heads // group},batch={batch},seqlen={length}"
 
 
 def build(
@@ -124,7 +145,7 @@ def build(
         passed = sorted(receipts.get(digest, {}).items())
         bound = tuple(Receipt(entry.machine, *where, check.verdict) for where, check in passed)
         entries.append(msgspec.structs.replace(entry, receipts=bound))
-    for dtype in CLEARED:
+    for dtype in CLEARED if any(need.problem.packed for need in kernels.values()) else ():
         entry, its_codes = tail_entry(dtype, target, ptxas_version())
         codes |= its_codes
         entries.append(entry)

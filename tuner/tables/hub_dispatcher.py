@@ -38,6 +38,7 @@ class Entry(NamedTuple):
     kind: str  # Its types, head dims, mask and inputs, as `_Call.kind`.
     alignment: int  # A number that divides all strides.
     sizes: list[int]  # Batch times heads, queries and keys of the tuned shape.
+    kernel: str = ""  # The kernel's digest, which names its machine code in a bundle.
 
 
 class Call(NamedTuple):
@@ -89,9 +90,23 @@ def entries() -> dict[str, list[Entry]]:
 
 
 @functools.cache
-def kernel(file: str) -> Any:
-    """Returns the module of a kernel."""
-    spec = importlib.util.spec_from_file_location(f"{__name__}_{Path(file).stem}", HERE / "kernels" / file)
+def kernel(file: str, digest: str, device: int | None) -> Any:
+    """Returns the module of a kernel for a GPU. It launches verified machine code if the package has it."""
+    module = _module(f"kernels/{file}")
+    if device is not None:
+        capability, name = _gpu(device)
+        bundle = HERE / f"kernels.sm_{''.join(map(str, capability))}.bundle"
+        if bundle.exists():
+            try:
+                loader = _module("bundle.py")
+                loader.use(module, loader.Bundle(bundle), digest, name, _module("driver.py").Driver())
+            except (OSError, RuntimeError) as error:
+                warnings.warn(f"{error}: the kernel is compiled", stacklevel=3)
+    return module
+
+
+def _module(path: str) -> Any:
+    spec = importlib.util.spec_from_file_location(f"{__name__}_{Path(path).stem}", HERE / path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -156,7 +171,8 @@ def run(call: Call) -> Tensor:
         return by_torch(call)
     # Triton launches on the present device.
     with torch.cuda.device_of(call.q):
-        out: Tensor = kernel(entry.file).attention(*tensors, call.scale, **call.inputs)[0]
+        own = kernel(entry.file, entry.kernel, torch.cuda.current_device() if call.q.is_cuda else None)
+        out: Tensor = own.attention(*tensors, call.scale, **call.inputs)[0]
     return out
 
 

@@ -3,15 +3,18 @@
 import base64
 import hashlib
 import json
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType, ModuleType
 
+from flashtune.bundle import driver
 from flashtune.core.errors import FlashtuneError, UsageError
 from flashtune.core.layouts import TORCH_DTYPES
 from flashtune.core.problem import Dtype, Feature
 from flashtune.core.record import Record
 from flashtune.templates.registry import find_family
-from flashtune.tuner.tables import hub_dispatcher
+from flashtune.tuner.tables import hub_bundle, hub_dispatcher
 from flashtune.tuner.tables.admission import facts_of
 from flashtune.tuner.tables.hub_dispatcher import Entry, kind_of
 from flashtune.tuner.tables.table_files import KernelFile, Watch, kernel_files, unwatched
@@ -19,6 +22,8 @@ from flashtune.tuner.tables.table_files import KernelFile, Watch, kernel_files, 
 # The package is Python code alone, which the library calls "noarch".
 VARIANT = "build/torch-cuda"
 NAME = "flashtune"
+IMPORT = re.compile(r"^from flashtune\.[\w.]+ import (.+)$", re.MULTILINE)
+NO_BUNDLES: Mapping[str, bytes] = MappingProxyType({})
 # A package with other functions or parameters needs another version.
 VERSION = 1
 SERVED = frozenset(
@@ -45,18 +50,26 @@ def is_served(record: Record) -> bool:
     return plain and record.config is not None
 
 
-def package_files(records: Iterable[Record], watch: Watch = unwatched) -> dict[str, str]:
-    """Returns the text of each file of a package by its path, for selections that are served."""
+def package_files(
+    records: Iterable[Record], watch: Watch = unwatched, bundles: Mapping[str, bytes] = NO_BUNDLES
+) -> dict[str, bytes]:
+    """Returns the content of each file of a package by its path, for selections that are served.
+
+    `bundles` has their machine code by architecture.
+    """
     kernels = kernel_files(records, watch)
     if not kernels:
         raise FlashtuneError("no selection here has a function in flash_attn: name another shape")
     listed = [_entry(file, record)._asdict() for file in kernels for record in file.records]
     files = {
-        "__init__.py": Path(hub_dispatcher.__file__).read_text(encoding="utf-8"),
-        "kernels.json": json.dumps(listed, indent=1) + "\n",
-        **{f"kernels/{file.name}": file.text for file in kernels},
+        "__init__.py": _source(hub_dispatcher),
+        "kernels.json": json.dumps(listed, indent=1).encode() + b"\n",
+        **{f"kernels/{file.name}": file.text.encode() for file in kernels},
+        **{f"kernels.{arch}.bundle": content for arch, content in bundles.items()},
     }
-    hashes = {path: hashlib.sha256(text.encode()).digest() for path, text in files.items()}
+    if bundles:
+        files |= {"bundle.py": _source(hub_bundle), "driver.py": _source(driver)}
+    hashes = {path: hashlib.sha256(content).digest() for path, content in files.items()}
     whole = hashlib.sha256(b"".join(hashes.values())).hexdigest()
     metadata = {
         "name": NAME,
@@ -70,8 +83,17 @@ def package_files(records: Iterable[Record], watch: Watch = unwatched) -> dict[s
             "files": {path: base64.b64encode(digest).decode() for path, digest in hashes.items()},
         },
     }
-    files["metadata.json"] = json.dumps(metadata, indent=1) + "\n"
-    return {f"{VARIANT}/{path}": text for path, text in files.items()}
+    files["metadata.json"] = json.dumps(metadata, indent=1).encode() + b"\n"
+    return {f"{VARIANT}/{path}": content for path, content in files.items()}
+
+
+def _source(module: ModuleType) -> bytes:
+    """Returns the source of a module that stands alone.
+
+    Errors that it imports of flashtune become `RuntimeError`. Other imported names are in annotations only.
+    """
+    text = Path(str(module.__file__)).read_text(encoding="utf-8")
+    return IMPORT.sub(lambda found: f"{' = '.join(found[1].split(', '))} = RuntimeError", text).encode()
 
 
 def require_no_others(folder: Path, paths: Iterable[str]) -> None:
@@ -100,4 +122,4 @@ def _entry(file: KernelFile, record: Record) -> Entry:
     rows = problem.packed or problem.seqlen_q
     sizes = [(1 if problem.packed else problem.batch) * problem.heads, rows, problem.seqlen_kv]
     alignment = int(kernel.specialization.alignment)
-    return Entry(file.name, record.target, capability, kind, alignment, sizes)
+    return Entry(file.name, record.target, capability, kind, alignment, sizes, kernel.digest)

@@ -17,6 +17,7 @@ from flashtune.db.table import TunedTable
 from flashtune.dispatch.bound_request import KernelKey
 from flashtune.dispatch.lookup import select
 from flashtune.dispatch.tables import Tables, tuned_records
+from flashtune.launch.bundles import Bundles, bundled_kernel
 from flashtune.launch.kernel_cache import kernel_of
 from flashtune.request.request import Prefer
 from flashtune.runtime.kernel_loader import KernelLoader
@@ -37,6 +38,7 @@ class Need(NamedTuple):
     problem: Problem
     selection: Selection
     kernel: Kernel
+    bundle: str = ""  # The bundle that has it.
 
 
 class Needs(NamedTuple):
@@ -55,6 +57,7 @@ class Warmed(msgspec.Struct, frozen=True):
     config: str  # Label of its config.
     kernel: str  # Its digest.
     lse: bool  # Whether it returns the log-sum-exp, or takes the gradient of it.
+    bundle: str  # The bundle that has its machine code; empty if it was compiled.
     seconds: float  # Compile time; near 0 for a hit in Triton's cache.
     loaded: bool  # Whether it was loaded on this machine's GPU, and verified if it has no receipt.
     failed: str = ""  # Why it cannot be used; empty if it can.
@@ -84,22 +87,32 @@ def tables_with(target: Target, tables: Iterable[TunedTable]) -> Tables:
     return Tables(database={**tuned.database, **added}, shipped=tuned.shipped)
 
 
-def needs_of(calls: Iterable[Call], target: Target, tables: Tables) -> Needs:
-    """Returns the kernels that dispatch would choose for calls, each once."""
+def needs_of(calls: Iterable[Call], target: Target, tables: Tables, bundles: Bundles | None = None) -> Needs:
+    """Returns the kernels that dispatch would choose for calls, each once.
+
+    Kernels of `bundles` have no source.
+    """
     kernels: dict[str, Need] = {}
     left_out: list[str] = []
     for problem, specialization in calls:
         try:
-            selection = select(problem, target, tables, specialization, generated=True)
-            kernel = kernel_of(selection.record, specialization)
+            selection = select(problem, target, tables, specialization, generated=True, bundles=bundles)
+            record = selection.record
+            located = bundles and bundles.find(record, specialization, target)
+            if located:
+                kernel, where = bundled_kernel(located.entry, record, specialization), located.bundle.where
+            else:
+                kernel, where = kernel_of(record, specialization), ""
         except FlashtuneError as error:
             left_out.append(str(error))
             continue
-        kernels.setdefault(kernel.digest, Need(problem, selection, kernel))
+        kernels.setdefault(kernel.digest, Need(problem, selection, kernel, where))
     return Needs(kernels, tuple(left_out))
 
 
-def with_buckets(needs: Needs, calls: Iterable[Call], target: Target, tables: Tables) -> Needs:
+def with_buckets(
+    needs: Needs, calls: Iterable[Call], target: Target, tables: Tables, bundles: Bundles | None = None
+) -> Needs:
     """Returns needs with the kernels that the integrations for torch and transformers choose for calls.
 
     These prepare the kernels of rounded batches and lengths, unless exactly the forward problem is tuned.
@@ -109,7 +122,7 @@ def with_buckets(needs: Needs, calls: Iterable[Call], target: Target, tables: Ta
         for problem, specialization in calls
         if not _is_tuned(problem, tables)
     ]
-    return Needs({**needs_of(rounded, target, tables).kernels, **needs.kernels}, needs.left_out)
+    return Needs({**needs_of(rounded, target, tables, bundles).kernels, **needs.kernels}, needs.left_out)
 
 
 def _is_tuned(problem: Problem, tables: Tables) -> bool:
@@ -143,29 +156,32 @@ def _job(need: Need, target: Target) -> tuple[SearchTask, Candidate]:
 def warm(
     needs: Needs, target: Target, device: int | None, watch: Watch = lambda phase, done, total: None
 ) -> tuple[Warmed, ...]:
-    """Compiles kernels, and with a GPU also loads and verifies them.
+    """Compiles the kernels that no bundle has, and with a GPU also loads and verifies all.
 
     Binaries are stored in Triton's cache and verdicts in the database. Later processes neither compile nor
     verify these kernels. Without the index of a device, they are only compiled.
     """
-    compiled = compile_needs(needs, target, watch)
+    missing = {digest: need for digest, need in needs.kernels.items() if not need.bundle}
+    compiled = compile_needs(needs._replace(kernels=missing), target, watch)
     loader = KernelLoader()
     results = []
     for number, (digest, need) in enumerate(needs.kernels.items()):
         if device is not None:
             watch("loading", number, len(needs.kernels))
-        results.append(_warmed(need, target, device, compiled[digest], loader))
+        results.append(_warmed(need, target, device, compiled.get(digest), loader))
     if device is not None:
         watch("loading", len(results), len(results))
     return tuple(results)
 
 
 def _warmed(
-    need: Need, target: Target, device: int | None, compiled: Compiled, loader: KernelLoader
+    need: Need, target: Target, device: int | None, compiled: Compiled | None, loader: KernelLoader
 ) -> Warmed:
     record = need.selection.record
     assert record.config is not None
-    failed = "" if compiled.outcome is Outcome.OK else f"{compiled.outcome.value}: {compiled.message}"
+    failed = ""
+    if compiled is not None and compiled.outcome is not Outcome.OK:
+        failed = f"{compiled.outcome.value}: {compiled.message}"
     if not failed and device is not None:
         failed = _why_not_loaded(need, target, device, loader)
     return Warmed(
@@ -175,7 +191,8 @@ def _warmed(
         config=record.config.label(),
         kernel=need.kernel.digest,
         lse=need.kernel.specialization.lse,
-        seconds=compiled.resources.compile_seconds if compiled.resources else 0.0,
+        bundle=need.bundle,
+        seconds=compiled.resources.compile_seconds if compiled and compiled.resources else 0.0,
         loaded=device is not None and not failed,
         failed=failed,
     )

@@ -1,7 +1,7 @@
 """Tests of a kernel package of shipped selections on a GPU, against float64."""
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +10,14 @@ import torch
 
 from flashtune.core.problem import Feature
 from flashtune.core.record import Record
-from flashtune.tuner.tables.hub_package import is_served, package_files
+from flashtune.core.target import device_target
+from flashtune.tuner.tables.export_bundle import verified_bundles
+from flashtune.tuner.tables.hub_package import NO_BUNDLES, is_served, package_files
 from flashtune.tuner.tables.lookup import shipped_selections
 from tests.gpu.marks import ON_HOPPER
 from tests.problems.serving_batches import Batch, Case, expected, fill_earlier, make_batch
 from tests.support.models.hub_generation import LENGTHS, NEW_TOKENS, PAGED, Settings, generation_of
+from tests.support.records import make_record
 
 pytestmark = [pytest.mark.gpu, ON_HOPPER]
 
@@ -49,16 +52,13 @@ def batched() -> list[Record]:
     return records
 
 
-def write(folder: Path, records: list[Record]) -> None:
-    for name, text in package_files(records).items():
+def write(folder: Path, records: list[Record], bundles: Mapping[str, bytes] = NO_BUNDLES) -> None:
+    for name, content in package_files(records, bundles=bundles).items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text, encoding="utf-8")
+        (folder / name).write_bytes(content)
 
 
-@pytest.fixture(name="package", scope="module")
-def loaded_package(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder = tmp_path_factory.mktemp("package")
-    write(folder, chosen())
+def load(folder: Path) -> Any:
     path: Path = folder / "build/torch-cuda/__init__.py"
     spec = importlib.util.spec_from_file_location("flashtune_hub_package", path)
     assert spec is not None
@@ -66,6 +66,37 @@ def loaded_package(tmp_path_factory: pytest.TempPathFactory) -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(name="package", scope="module")
+def loaded_package(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("package")
+    write(folder, chosen())
+    return load(folder)
+
+
+@pytest.mark.filterwarnings("error")
+def test_machine_code_gives_the_bits_of_a_compilation(tmp_path: Path) -> None:
+    records = [
+        make_record(
+            f"heads=4,kv_heads=2,seqlen={seqlen},head_dim=128,causal,{features}",
+            family=family,
+            target=device_target(0).name,
+        )
+        for family, seqlen, features in (("forward_hopper", 512, ""), ("forward_masked", 512, "softcap"))
+    ]
+    write(tmp_path / "code", records, verified_bundles(records, lambda phase, done, total: None))
+    write(tmp_path / "source", records)
+    q, k, v = (torch.randn(2, 700, heads, 128, device="cuda", dtype=BF16) for heads in (4, 2, 2))
+    code, source = load(tmp_path / "code"), load(tmp_path / "source")
+    for softcap in (0.0, 20.0):
+        outs = [package.flash_attn_func(q, k, v, causal=True, softcap=softcap) for package in (code, source)]
+        assert torch.equal(*outs)
+        assert outs[0].count_nonzero()
+    for package, launchers in ((code, 1), (source, 0)):
+        for (entry,) in package.entries().values():
+            own = vars(package.kernel(entry.file, entry.kernel, 0))
+            assert sum(type(value).__name__ == "Launcher" for value in own.values()) == launchers
 
 
 def close(out: torch.Tensor, batch: Batch) -> None:

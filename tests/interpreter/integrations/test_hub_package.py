@@ -83,7 +83,7 @@ spec.loader.exec_module(module)
 """
 CHECKS = """
 run = module.kernel
-module.kernel = lambda file: served.append(file) or run(file)
+module.kernel = lambda file, *key: served.append(file) or run(file, *key)
 
 q, k, v = draw(2, 40, 4, 32), draw(2, 40, 2, 32), draw(2, 40, 2, 32)
 out = module.flash_attn_func(q, k, v, causal=True)
@@ -183,9 +183,9 @@ def record_of(family: str, shape: str) -> Record:
 @pytest.fixture(name="package", scope="module")
 def written_package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("package")
-    for name, text in package_files([record_of(*shape) for shape in SHAPES]).items():
+    for name, content in package_files([record_of(*shape) for shape in SHAPES]).items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text, encoding="utf-8")
+        (folder / name).write_bytes(content)
     return folder
 
 

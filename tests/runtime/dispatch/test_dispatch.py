@@ -18,7 +18,8 @@ from flashtune.dispatch.decision import Backend, choose
 from flashtune.dispatch.faster_peers import faster_peer
 from flashtune.dispatch.lookup import select as select_for
 from flashtune.dispatch.nearest import distance, is_far, nearest_record
-from flashtune.dispatch.tables import Tables, _may_serve, same_computation, table_hash, tuned_records
+from flashtune.dispatch.platform import table_hash
+from flashtune.dispatch.tables import Tables, _may_serve, same_computation, tuned_records
 from flashtune.request.call import dense_call
 from flashtune.templates.registry import find_family
 from tests.support.machine import PROBLEM

@@ -49,6 +49,15 @@ def test_unsuitable_schedule_is_replaced() -> None:
     assert why.nearest == nearest_record(problem, filter(anyone, RECORDS))
 
 
+def test_kernel_of_a_bundle_is_preferred_if_it_is_about_as_fast() -> None:
+    problem = shape(heads=16, kv_heads=4, batch=3, seqlen=3163)
+    fastest, why = present(forecast(problem, RECORDS, TARGET, anyone))
+    assert present(forecast(problem, RECORDS, TARGET, anyone, lambda record: False))[0] == fastest
+    bundled, near = present(forecast(problem, RECORDS, TARGET, anyone, lambda record: record != fastest))
+    assert bundled.config != fastest.config
+    assert why.ms <= near.ms <= 1.05 * why.ms
+
+
 def test_untimed_config_with_smaller_tiles_serves_few_tiles() -> None:
     # 24 tiles of 128 queries leave most multiprocessors idle. 44 of 64 took 0.74 of the time at 10,432 keys.
     problem = shape(head_dim=256, heads=4, kv_heads=4, batch=1, seqlen_q=654, seqlen_kv=1000)

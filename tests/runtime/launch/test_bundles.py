@@ -2,6 +2,7 @@
 
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -9,16 +10,19 @@ import pytest
 import torch
 
 from flashtune import testing
-from flashtune.bundle.bundle_file import dump_bundle
+from flashtune.bundle.bundle_file import bundle_of, dump_bundle
 from flashtune.bundle.driver import Driver
 from flashtune.bundle.records import Entry, Receipt
 from flashtune.core.notices import FlashtuneWarning
-from flashtune.core.record import Record, Selection, VerificationStatus
+from flashtune.core.record import Record, Selection, Verdict, VerificationStatus
 from flashtune.core.target import find_target
+from flashtune.db.eligibility import by_problem
 from flashtune.dispatch.bound_request import KernelKey
+from flashtune.dispatch.platform import PLATFORM, table_hash
+from flashtune.dispatch.tables import Tables
 from flashtune.launch.binding import bind, compile_binary
 from flashtune.launch.bundle_binding import BundledBinary
-from flashtune.launch.bundle_entries import entry_of
+from flashtune.launch.bundle_entries import entry_of, tail_entry
 from flashtune.launch.bundles import VARIABLE, Bundles, bundle_paths, bundled_kernel, recipe_of
 from flashtune.launch.compiler_process import CompilerProcess
 from flashtune.launch.kernel_cache import kernel_of
@@ -26,8 +30,10 @@ from flashtune.launch.tensors import ForwardTensors
 from flashtune.request.request import Prefer
 from flashtune.runtime import kernel_loader
 from flashtune.runtime.kernel_loader import KernelLoader
+from flashtune.tuner.tables import bundle_verification
 from tests.emulator.cuda_library import CudaLibrary
 from tests.support.records import CONTIGUOUS, VERDICT, make_record
+from tests.support.values import present
 
 H200 = find_target("h200")
 CPU = torch.device("cpu", 0)
@@ -72,10 +78,10 @@ def test_verified_kernel_is_launched_without_its_source(path: Path, entry: Any, 
     bundles = Bundles(Driver(library))
     found = bundles.find(record, CONTIGUOUS, H200)
     assert found is not None
-    assert found == entry[0]
+    assert found.entry == entry[0]
     binary = bundles.load(found, H200, CPU)
     assert binary is not None
-    kernel = bundled_kernel(found, record, CONTIGUOUS)
+    kernel = bundled_kernel(found.entry, record, CONTIGUOUS)
     assert (kernel.source, kernel.digest) == ("", record.kernel)
     q, k, v, out = (torch.zeros(1, 4, 256, 64, dtype=torch.float16) for _ in range(4))
     bind(kernel, H200, ForwardTensors(q, k, v, out), compiled=binary)((q, k, v, out, None), 0.125)
@@ -98,10 +104,33 @@ def test_loader_neither_renders_nor_compiles_a_verified_kernel(
     loader.compile_apart(CompilerProcess(), record, CONTIGUOUS, H200)
 
 
+@pytest.mark.parametrize("has_lse", [True, False])
+def test_rows_after_packed_sequences_are_cleared_by_the_kernel_of_a_bundle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_lse: bool
+) -> None:
+    made, codes = tail_entry(torch.float16, H200, "12.8")
+    file = tmp_path / "kernels.bundle"
+    file.write_bytes(dump_bundle("sm_90", "1", [made], codes))
+    monkeypatch.setenv(VARIABLE, str(file))
+    library = CudaLibrary()
+    loader = KernelLoader(bundles=Bundles(Driver(library)))
+    out, starts = torch.zeros(40, 4, 64, dtype=torch.float16), torch.zeros(4, dtype=torch.int32)
+    lse = torch.zeros(4, 40) if has_lse else None
+    request: Any = SimpleNamespace(
+        device=torch.device("meta", 0), out_like=out.to("meta"), return_lse=has_lse
+    )
+    loader.tail_clearer(request, 3, H200)(out, lse, starts)
+    (launched,) = library.launches
+    assert (launched.function, launched.grid) == ("clear_tail", (160, 1, 1))
+    addresses = [tensor.data_ptr() for tensor in (out, out if lse is None else lse, starts)]
+    expected = [*addresses, 3, 40, 4, 64, 4 if has_lse else 0, 0, 0]
+    assert [int.from_bytes(raw, "little") for raw in launched.parameters] == expected
+
+
 def test_kernel_of_another_length_is_found_by_its_recipe(path: Path, entry: Any, record: Record) -> None:
     bundles = Bundles(Driver(CudaLibrary()))
     untuned = msgspec.structs.replace(record, problem=OTHER, kernel=None)
-    assert bundles.find(untuned, CONTIGUOUS, H200) == entry[0]
+    assert present(bundles.find(untuned, CONTIGUOUS, H200)).entry == entry[0]
     with_lse = msgspec.structs.replace(CONTIGUOUS, lse=True)
     assert bundles.find(record, with_lse, H200) is None
 
@@ -149,6 +178,15 @@ def test_damaged_code_or_failed_load_is_compiled_instead(path: Path, entry: Any,
         assert bundles.find(record, CONTIGUOUS, H200) is None
 
 
+def test_hash_of_dispatch_covers_bundles(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashes = set()
+    for content in (path.read_bytes(), dump_bundle("sm_90", "2.0", [], {})):
+        path.write_bytes(content)
+        monkeypatch.setattr(PLATFORM, "bundles", Bundles())
+        hashes.add(table_hash(H200.name))
+    assert len(hashes) == 2
+
+
 def test_without_a_bundle_nothing_is_found(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     assert bundle_paths(90, None) == []
@@ -175,9 +213,38 @@ def test_bundle_of_the_database_serves_unless_another_user_can_write_it(
     database = path.rename(tmp_path / "database.bundle")
     path.write_bytes(dump_bundle("sm_90", "1.0", [], {}))
     made = Bundles(Driver(CudaLibrary()), lambda arch: database)
-    assert made.find(record, CONTIGUOUS, H200) == entry[0]
-    assert made.load(entry[0], H200, CPU) is not None
+    found = present(made.find(record, CONTIGUOUS, H200))
+    assert (found.entry, found.bundle.where) == (entry[0], str(database))
+    assert made.load(found, H200, CPU) is not None
     database.chmod(0o666)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert Bundles(of_database=lambda arch: database).find(record, CONTIGUOUS, H200) is None
+
+
+@pytest.mark.parametrize("passes", [True, False])
+def test_verification_adds_receipts_of_kernels_that_pass(
+    path: Path, entry: Any, record: Record, monkeypatch: pytest.MonkeyPatch, passes: bool
+) -> None:
+    made, codes = entry
+    bundle = bundle_of(dump_bundle("sm_90", "1", [msgspec.structs.replace(made, receipts=())], codes), "here")
+    uses = bundle_verification.uses_of(
+        bundle, [(PROBLEM, CONTIGUOUS)], H200, Tables(by_problem([record]), {})
+    )
+    assert {*uses} == {made.kernel}
+    checked: list[tuple[Any, ...]] = []
+
+    def check(*arguments: Any, compiled: BundledBinary) -> Verdict:
+        checked.append((*arguments, compiled.entry.kernel))
+        return VERDICT if passes else msgspec.structs.replace(VERDICT, passed=False, failed="needle")
+
+    monkeypatch.setattr(bundle_verification, "Driver", lambda: Driver(CudaLibrary()))
+    monkeypatch.setattr(bundle_verification, "check_rendered", check)
+    ((result, reason),) = bundle_verification.verified(bundle, uses, H200, CPU)
+    assert [arguments[1] for arguments in checked] == [PROBLEM]
+    assert [(receipt.machine, receipt.target) for receipt in result.receipts] == [
+        (made.machine, H200.name)
+    ] * passes
+    assert ("wrong: needle" in reason) is not passes
+    ((_, other),) = bundle_verification.verified(bundle, uses, H200, CPU, part=(1, 2))
+    assert (len(checked), other) == (1, "")

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from click.testing import Result
 
+from flashtune.bundle.bundle_file import dump_bundle
 from flashtune.core.errors import KernelError
 from flashtune.core.machine import triton_version
 from flashtune.core.problem import Problem
@@ -16,7 +17,8 @@ from flashtune.core.target import find_target
 from flashtune.db.codec import Check
 from flashtune.db.table import TunedTable
 from flashtune.dispatch.versions import current_versions
-from flashtune.tuner.analysis.doctor import Level, examine, gpu, interpreter, library, shipped
+from flashtune.tuner.analysis.doctor import Level, bundles, examine, gpu, interpreter, library, shipped
+from tests.bundle.conftest import make_entry
 from tests.support.families import Ship
 from tests.support.records import VERDICT, MakeRecord
 from tests.tuner.cli.conftest import Run
@@ -113,6 +115,23 @@ def test_import_error_is_a_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     finding = library("damaged", (2, 10), None)
     assert finding.level is Level.FAIL
     assert "libcudart" in finding.message
+
+
+def test_bundles_are_listed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "kernels.bundle"
+    monkeypatch.setenv("FLASHTUNE_BUNDLE", str(path))
+    entry, codes = make_entry(1, b"code")
+    path.write_bytes(dump_bundle("sm_90", "1", [entry], codes))
+    h100, a100 = find_target("h100"), find_target("a100")
+    assert [(found.level, found.message) for found in bundles(h100)] == [
+        (Level.OK, f"{path}, 1 kernels for sm_90")
+    ]
+    assert [found.advice for found in bundles(a100)] == ["name a bundle for sm_80"]
+    path.write_bytes(b"")
+    (damaged,) = bundles(h100)
+    assert (damaged.level, "is not a bundle" in damaged.message) == (Level.WARN, True)
+    monkeypatch.delenv("FLASHTUNE_BUNDLE")
+    assert [found.message for found in bundles(h100)] == ["none for sm_90: first calls compile their kernels"]
 
 
 def test_a_gpu_is_compared_with_the_table() -> None:

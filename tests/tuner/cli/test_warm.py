@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,11 +18,13 @@ from flashtune.core.record import Outcome, Record, Resources
 from flashtune.core.target import find_target
 from flashtune.db.table import TunedTable, dump_table
 from flashtune.dispatch.tables import tuned_records
+from flashtune.launch.bundles import Located
 from flashtune.recording.recorder import CallCount, add_counts
 from flashtune.tuner.candidates import Candidate, SearchTask
 from flashtune.tuner.execution.compile_pool import Compiled, CompilePool
-from flashtune.tuner.tables.warm import calls_of, needs_of
+from flashtune.tuner.tables.warm import calls_of, needs_of, warm
 from flashtune.tuner.workloads.models import training_passes
+from tests.bundle.conftest import make_entry
 from tests.tuner.cli.conftest import Run
 
 # No table ships for it.
@@ -167,3 +171,20 @@ def test_later_process_does_not_compile(shape: str, tmp_path: Path, monkeypatch:
     done = subprocess.run([sys.executable, "-c", code, shape, other], capture_output=True, text=True)
     assert done.stdout.split() == [row["kernel"]], done.stderr
     assert "RuntimeError: compiles" in done.stderr
+
+
+def test_kernels_of_bundles_are_not_compiled(
+    problem: Problem, submitted: list[tuple[SearchTask, Candidate]]
+) -> None:
+    entry, _ = make_entry(1, b"code")
+    located = Located(entry, SimpleNamespace(where="some.bundle"))  # type: ignore[arg-type]
+    bundles: Any = SimpleNamespace(
+        of=lambda target: [located.bundle],
+        find=lambda record, assumed, target: None if assumed.lse else located,
+    )
+    calls = [(problem, Specialization(lse=lse)) for lse in (False, True)]
+    needs = needs_of(calls, A100, tuned_records(A100.name), bundles)
+    results = warm(needs, A100, None)
+    assert [(result.bundle, result.seconds) for result in results] == [("some.bundle", 0.0), ("", 1.5)]
+    assert results[0].kernel == entry.kernel
+    assert [scope.specialization.lse for scope, _ in submitted] == [True]

@@ -16,8 +16,7 @@ from flashtune.core.record import Outcome, Provenance
 from flashtune.core.target import device_target
 from flashtune.db.location import bundle_file
 from flashtune.db.store import Store
-from flashtune.dispatch.versions import driver_version
-from flashtune.launch.bundles import Bundles
+from flashtune.launch.bundles import Bundles, bundled_kernel
 from flashtune.templates.forward_q_outer.space import Loads, QOuterConfig
 from flashtune.templates.registry import find_family
 from flashtune.tuner.bench.bench import run_bench
@@ -70,12 +69,11 @@ def test_next_process_loads_the_machine_code_of_a_search(store: Store, device: t
     assert record is not None
     assert record.config is not None
     bundles = Bundles(of_database=lambda arch: bundle_file(store.url, arch))
-    branch = driver_version().partition(".")[0]
-    entry = bundles.find(record, record.specialization, target, branch)
-    assert entry is not None
-    loaded = bundles.load(entry, record, record.specialization, target, device)
-    assert loaded is not None
-    kernel, binary = loaded
+    located = bundles.find(record, record.specialization, target)
+    assert located is not None
+    binary = bundles.load(located, target, device)
+    assert binary is not None
+    kernel = bundled_kernel(located.entry, record, record.specialization)
     assert (kernel.source, kernel.digest) == ("", record.kernel)
     assert check_rendered(kernel, problem, record.config, target, device, compiled=binary).passed
 

@@ -40,14 +40,13 @@ def test_next_process_finds_the_winner_with_the_verdict_of_the_search(store: Sto
     record = result.best
     assert record is not None
     path = bundle_file(store.url, H100.arch)
-    driver = record.versions.driver.partition(".")[0]
     bundles = Bundles(of_database=lambda arch: bundle_file(store.url, arch))
-    entry = bundles.find(record, record.specialization, H100, driver)
-    assert entry is not None
-    assert [(receipt.machine, receipt.verdict) for receipt in entry.receipts] == [
-        (entry.machine, record.verdict)
-    ]
-    assert bundles.find(record, record.specialization, find_target("h200"), driver) is None
+    located = bundles.find(record, record.specialization, H100)
+    assert located is not None
+    entry = located.entry
+    receipts = [(receipt.machine, receipt.verdict) for receipt in entry.receipts]
+    assert receipts == [(entry.machine, record.verdict)]
+    assert bundles.find(record, record.specialization, find_target("h200")) is None
     # Another problem's search adds its winner, and keeps this one.
     search(store, Coded(), problem=a_problem(head_dim=128, value_head_dim=128))
     index = open_bundle(path, own=True).index

@@ -50,7 +50,7 @@ class Written(msgspec.Struct, frozen=True):
 
 @click.group("bundle", cls=Group)
 def command() -> None:
-    """Build, list and merge files of compiled kernels."""
+    """Build, verify, list and merge files of compiled kernels."""
 
 
 @command.command(
@@ -113,6 +113,69 @@ def build_bundle(
     if not built.entries:
         raise KernelError("no kernel family computes any of these calls: name other shapes")
     _write(out, target.arch, built.entries, built.codes, built.left_out, as_json=as_json)
+
+
+@command.command(
+    "verify",
+    examples=(
+        "flashtune bundle verify kernels.bundle --out verified.bundle",
+        "flashtune bundle verify kernels.bundle --level quick --part 0/4 --out part0.bundle",
+    ),
+)
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option(
+    "--level",
+    type=click.Choice(["quick", "full"]),
+    default="full",
+    show_default=True,
+    help="quick: as the self-check of a first call. full: as a search.",
+)
+@click.option("--part", default="0/1", show_default=True, metavar="I/N", help="Verify every N-th kernel.")
+@target_options
+@out_option
+@quiet_options
+@json_option
+def verify_bundle(
+    file: Path, level: str, part: str, target: Target, device: int | None, out: Path, as_json: bool
+) -> None:
+    """Verify the kernels without a receipt on this GPU, and write the file with receipts.
+
+    Kernels are those that `build` chooses by default. Several GPUs can verify parts, whose files `merge`
+    joins.
+    """
+    import torch
+
+    from flashtune.bundle.bundle_file import open_bundle
+    from flashtune.db.table import shipped_table
+    from flashtune.dispatch.tables import tuned_records
+    from flashtune.tuner.tables.bundle_verification import uses_of, verified
+    from flashtune.tuner.tables.bundles import coverage_calls, table_calls
+    from flashtune.verification.cases import Level
+
+    first, _, step = part.partition("/")
+    if not (first.isdigit() and step.isdigit() and int(first) < int(step)):
+        raise UsageError(f"--part is {printable(part)}: write I/N, such as 0/4")
+    if device is None:
+        raise UsageError("kernels are verified on a GPU, and none is chosen: run it on a machine with one")
+    bundle = open_bundle(file)
+    table = shipped_table(target.name)
+    calls = [*(table_calls(table) if table else ()), *coverage_calls()]
+    uses = uses_of(bundle, calls, target, tuned_records(target.name))
+    entries, reasons = [], []
+    gpu = torch.device("cuda", device)
+    try:
+        with progress_bars() as bars:
+            for entry, reason in verified(
+                bundle, uses, target, gpu, Level[level.upper()], (int(first), int(step)), bars
+            ):
+                entries.append(entry)
+                reasons += [reason] if reason else []
+    finally:
+        for reason in reasons:
+            note(printable(reason))
+        if len(entries) == len(bundle.index.entries):
+            codes = {sha256: bundle.code(sha256) for sha256 in bundle.index.codes}
+            _write(out, bundle.index.arch, entries, codes, tuple(reasons), as_json=as_json)
 
 
 @command.command("list", examples=("flashtune bundle list kernels.bundle",))

@@ -31,6 +31,7 @@ FILE_STEM = re.compile(r"[a-z0-9][a-z0-9._-]{0,99}")
     "export",
     "flashtune export --format json --out h200.json",
     "flashtune export --format python --out kernels/ --model llama-3.1-8b",
+    "flashtune export --format bundle --out kernels.bundle --target h200",
     "flashtune export --format hf-kernel --out package/ --shipped",
 )
 @optional_problem_options
@@ -38,12 +39,13 @@ FILE_STEM = re.compile(r"[a-z0-9][a-z0-9._-]{0,99}")
 @click.option(
     "--format",
     "kind",
-    type=click.Choice(["json", "python", "triton-config", "hf-kernel"]),
+    type=click.Choice(["json", "python", "triton-config", "bundle", "hf-kernel"]),
     default="json",
     show_default=True,
     help="json: a table for each GPU, which flashtune import reads. python: a stand-alone file for each "
-    "kernel. triton-config: one file of triton.Config lists. hf-kernel: a package for Hugging Face's kernels "
-    "library, with the functions of flash_attn.",
+    "kernel. triton-config: one file of triton.Config lists. bundle: the machine code of verified kernels. "
+    "hf-kernel: a package for Hugging Face's kernels library, with the functions of flash_attn and with this "
+    "machine code.",
 )
 @click.option(
     "--out",
@@ -79,6 +81,8 @@ def command(
         _json(records, out, shipped)
     elif kind == "python":
         _python(records, out)
+    elif kind == "bundle":
+        _bundle(records, out)
     elif kind == "hf-kernel":
         _hub_package(records, out)
     else:
@@ -152,7 +156,16 @@ def _python(records: tuple[Record, ...], out: Path | None) -> None:
         write_result(out / file.name, file.text.encode())
 
 
+def _bundle(records: tuple[Record, ...], out: Path | None) -> None:
+    from flashtune.tuner.tables.export_bundle import the_bundle, verified_bundles
+
+    with progress_bars() as watch:
+        content = the_bundle(verified_bundles(records, watch))
+    write_result(out / "kernels.bundle" if out and out.is_dir() else out, content)
+
+
 def _hub_package(records: tuple[Record, ...], out: Path | None) -> None:
+    from flashtune.tuner.tables.export_bundle import verified_bundles
     from flashtune.tuner.tables.hub_package import is_served, package_files, require_no_others
     from flashtune.tuner.tables.table_files import write_file
 
@@ -161,10 +174,10 @@ def _hub_package(records: tuple[Record, ...], out: Path | None) -> None:
     records = _of_known_gpus(records)
     served = [record for record in records if is_served(record)]
     with progress_bars() as watch:
-        files = package_files(served, watch)
+        files = package_files(served, watch, verified_bundles(served, watch))
     require_no_others(out, files)
-    for path, text in files.items():
-        write_file(out / path, text.encode())
+    for path, content in files.items():
+        write_file(out / path, content)
     note(f"wrote {len(files)} files to {out}")
     if len(served) < len(records):
         note(f"{len(records) - len(served)} selections have no function in flash_attn and were left out")

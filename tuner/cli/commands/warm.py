@@ -68,17 +68,18 @@ def command(
 ) -> None:
     """Compile, load and check the kernels of later calls.
 
-    The first call of a new shape compiles its kernel, which takes seconds. This command compiles on all cores
-    the kernels that dispatch would choose: for contiguous tensors of the named shapes, and for recorded calls
-    with their own strides. It includes the kernels of the integrations for torch and transformers, which
-    round batches and lengths up. --phase training adds the forward pass with its log-sum-exp and the backward
-    pass.
+    The first call of a new shape compiles its kernel, which takes seconds, unless a bundle has it. This
+    command compiles on all cores the kernels that dispatch would choose and no bundle has: for contiguous
+    tensors of the named shapes, and for recorded calls with their own strides. It includes the kernels of the
+    integrations for torch and transformers, which round batches and lengths up. --phase training adds the
+    forward pass with its log-sum-exp and the backward pass.
 
     Binaries go to Triton's cache, rendered kernels to flashtune's cache, and self-checks to the database. A
     program with the same caches and database does not compile. With --target, kernels are compiled but not
     loaded.
     """
     from flashtune.db.table import load_table
+    from flashtune.dispatch.platform import PLATFORM
     from flashtune.tuner.search.coverage import duration
     from flashtune.tuner.tables.warm import calls_of, needs_of, tables_with, warm, with_buckets
 
@@ -91,20 +92,25 @@ def command(
     if not calls:
         raise UsageError("the files contain no calls: record a program again, or name shapes")
     tuned = tables_with(target, tables)
-    needs = with_buckets(needs_of(calls, target, tuned), calls, target, tuned)
+    bundles = PLATFORM.bundles
+    needs = with_buckets(needs_of(calls, target, tuned, bundles), calls, target, tuned, bundles)
     for sentence in dict.fromkeys(needs.left_out):
         note(f"left out: {sentence}")
     with progress_bars() as bars:
         results = warm(needs, target, device, bars)
     if is_set("verbose"):
         for result in results:
-            ending = result.failed or f"compiled in {result.seconds:.1f} s"
+            ready = f"from {result.bundle}" if result.bundle else f"compiled in {result.seconds:.1f} s"
+            ending = result.failed or ready
             note(f"{result.problem}: {result.family} {result.config}: {printable(ending)}")
     failed = [result for result in results if result.failed]
     if as_json:
         print_json(results)
     else:
         done = "compiled" if device is None else "compiled, loaded and proven"
+        bundled = sum(bool(result.bundle) for result in results)
+        if bundled:
+            done = f"{done} ({bundled} of them from bundles)"
         took = duration(time.monotonic() - started)
         say(
             f"{len(results) - len(failed)} of {len(results)} kernels are {done} for {target.name}, "

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import triton
 
+from flashtune.bundle.bundle_file import open_bundle
 from flashtune.core.kernel import Alignment, Specialization
 from flashtune.core.problem import Problem
 from flashtune.core.record import Record
@@ -168,10 +169,17 @@ def test_hub_export_writes_a_package_of_selections(
     assert {entry["file"] for entry in entries} == {path.name for path in (built / "kernels").iterdir()}
     assert {path.name for path in built.iterdir()} == {
         "__init__.py",
+        "bundle.py",
+        "driver.py",
         "kernels",
         "kernels.json",
+        "kernels.sm_90.bundle",
         "metadata.json",
     }
-    assert f"wrote {len(two_gpus) - 1 + 3} files" in result.stderr
+    assert f"wrote {len(two_gpus) - 1 + 6} files" in result.stderr
     assert "the selections of nvidia-h900 were left out" in result.stderr
     assert run("export", "--format", "hf-kernel").exit_code == 2
+    bundle = tmp_path / "kernels.bundle"
+    assert run("export", "--format", "bundle", "--out", bundle).exit_code == 0
+    assert bundle.read_bytes() == (built / "kernels.sm_90.bundle").read_bytes()
+    assert {*open_bundle(bundle).index.entries} == {entry["kernel"] for entry in entries}

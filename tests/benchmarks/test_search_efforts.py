@@ -1,0 +1,120 @@
+"""Tests of the benchmark of efforts: its plan, its processes, its tables and its pictures."""
+
+import datetime
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import msgspec
+import pytest
+
+from benchmarks import efforts_report
+from benchmarks.saved import Saved, Source
+from benchmarks.search_efforts import FIRST, SHAPES, Efforts, Job, Lane, Parts, Searched, jobs_of, summary
+from flashtune.db.codec import encode_record
+from flashtune.tuner.search.request import Effort
+from flashtune.tuner.workloads.shapes import parse_shape
+from tests.support.records import make_record
+
+SECONDS = {Effort.QUICK: 12.0, Effort.DEFAULT: 21.0, Effort.THOROUGH: 70.0}
+
+
+def search(job: Job, shape: int, position: int) -> Searched:
+    """A search. The second default one of shape 1 takes another config, 1% slower."""
+    (problem,) = parse_shape(SHAPES[shape])
+    differs = job.turn == 2 and shape == 1
+    record = make_record(config="num_stages=2" if differs else "num_stages=3", kernel=None)
+    return Searched(
+        problem=problem.key,
+        shape=SHAPES[shape],
+        effort=job.effort,
+        turn=job.turn,
+        cold=job.cold,
+        alone=position == 0,
+        seconds=SECONDS[job.effort],
+        first_seconds=4.0 if position == 0 else 0.9,
+        tried=30,
+        stop="nothing better is expected",
+        spans=(("compile", 1.0, 4.5), ("compile", 1.5, 3.0), ("evaluate", 4.0, 6.0), ("finals", 9.0, 11.0)),
+        best=((4.0, 1.2), (6.0, 1.0)),
+        record=encode_record(record).decode(),
+        pick_ms=1.0 if job.effort is Effort.THOROUGH else 1.01 if differs else 1.005,
+    )
+
+
+@pytest.fixture
+def saved() -> Saved[Efforts]:
+    jobs = [job for lane in range(4) for job in jobs_of(lane, 4)]
+    searches = tuple(search(job, shape, at) for job in jobs for at, shape in enumerate(job.shapes))
+    source = Source("all", datetime.date(2026, 11, 28), "NVIDIA H200", "2.13", "3.7.1", "580.1")
+    return Saved(source, Efforts(4, 16, searches, (Parts("a", {"verify quick": 0.1, "time": 0.02}),)))
+
+
+def test_all_shapes_are_searched_twice_and_the_first_with_each_effort() -> None:
+    jobs = [job for lane in range(4) for job in jobs_of(lane, 4)]
+    count = [(job.effort, job.turn, shape) for job in jobs if not job.cold for shape in job.shapes]
+    assert len(count) == len(set(count))
+    for effort in Effort:
+        assert {shape for of, turn, shape in count if (of, turn) == (effort, 1)} >= {*range(FIRST)}
+    for turn in (1, 2):
+        shapes = {shape for of, when, shape in count if (of, when) == (Effort.DEFAULT, turn)}
+        assert shapes == {*range(len(SHAPES))}
+    assert {job.effort for job in jobs if job.cold} == {*Effort}
+
+
+def test_tables_have_seconds_shares_and_different_picks(saved: Saved[Efforts]) -> None:
+    made = efforts_report.texts(saved)
+    assert "| quick | 12 | 12.0 | 12.0 | 4.0 | 30 | 0.995 (12) | 0.995 |" in made["efforts"]
+    assert "first result after 0.9 s" in made["efforts"]
+    assert "1 of 24 shapes got another config" in made["repeats"]
+    assert f"| `{SHAPES[1]}` | `num_stages` 3, 2 | 1.0050, 1.0100 | 0.50% |" in made["repeats"]
+    assert "| verify quick | 100 |" in made["search-parts"]
+    text = "\n".join(summary(saved.rows.searches))
+    assert "1 of 24 picks differ; mean cost of all 0.021%, largest 0.498%" in text
+
+
+def test_pictures_have_a_panel_for_each_shape_with_a_cold_start(saved: Saved[Efforts]) -> None:
+    drawn = efforts_report.pictures(saved)
+    for picture in drawn.values():
+        ElementTree.fromstring(picture)
+        assert all(SHAPES[number] in picture for number in range(4))
+        assert SHAPES[4] not in picture
+    assert drawn["search-efforts"].count("<polyline") == 4 * 6
+    assert drawn["search-work"].count("<polyline") == 4 * 4
+    row = saved.rows.searches[0]
+    assert efforts_report.busy(row, ("compile",), 2)[:3] == [(0.5, 0.0), (1.5, 0.75), (2.5, 1.0)]
+
+
+def test_lane_saves_finished_searches_and_starts_none_that_may_end_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[list[str]] = []
+
+    def run(command: list[str], *, env: dict[str, str], check: bool, timeout: float) -> None:
+        commands.append(command)
+        words = dict(zip(command[4::2], command[5::2], strict=True))
+        given, save = Path(words["--given"]), Path(words["--save"])
+        assert env["CUDA_VISIBLE_DEVICES"] == "0"
+        rows: Any = [Parts("a", {})]
+        if command[3] == "time":
+            rows = msgspec.json.decode(given.read_bytes())
+        elif command[3] == "searches":
+            job = msgspec.json.decode(given.read_bytes(), type=Job)
+            if job.turn == 2:
+                raise subprocess.TimeoutExpired(command, timeout)
+            rows = [search(job, shape, at) for at, shape in enumerate(job.shapes)]
+        save.write_bytes(msgspec.json.encode(rows))
+
+    monkeypatch.setattr(subprocess, "run", run)
+    finished: list[None] = []
+    lane = Lane(0, 4, time.time() + 80.0, tmp_path, lambda: finished.append(None))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    lane.run()
+    assert {(row.effort, row.cold) for row in lane.searches} == {
+        (effort, cold) for effort in (Effort.QUICK, Effort.DEFAULT) for cold in (False, True)
+    }
+    assert {job.effort for job in lane.left_out} == {Effort.THOROUGH, Effort.DEFAULT}
+    assert [command[3] for command in commands] == ["parts", *["searches"] * 8, "time"]
+    assert len(finished) == len(jobs_of(0, 4))
