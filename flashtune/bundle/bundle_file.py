@@ -21,6 +21,7 @@ import struct
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -180,27 +181,28 @@ def dump_bundle(arch: str, version: str, entries: Iterable[Entry], codes: Mappin
         codes: Their machine code by SHA-256. Code that no entry uses is left out.
     """
     by_kernel = {entry.kernel: check_entry(entry) for entry in entries}
-    frames: list[bytes] = []
-    offset = 0
-
-    def frame(content: bytes) -> Frame:
-        nonlocal offset
-        packed = lzma.compress(content, **COMPRESSION)  # type: ignore[arg-type]
-        placed = Frame(offset, len(packed), len(content), hashlib.sha256(content).hexdigest())
-        frames.append(packed)
-        offset += len(packed)
-        return placed
-
-    listed = {kernel: frame(msgspec.json.encode(entry)) for kernel, entry in sorted(by_kernel.items())}
-    groups, pieces = [], {}
-    for number, group in enumerate(_groups(by_kernel.values(), codes)):
-        groups.append(frame(b"".join(codes[sha256] for sha256 in group)))
+    kernels = sorted(by_kernel)
+    groups = _groups(by_kernel.values(), codes)
+    contents = [msgspec.json.encode(by_kernel[kernel]) for kernel in kernels]
+    contents += [b"".join(codes[sha256] for sha256 in group) for group in groups]
+    # The compressor releases the interpreter's lock.
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        packed = [*pool.map(lambda content: lzma.compress(content, **COMPRESSION), contents)]  # type: ignore[arg-type]
+    frames, offset = [], 0
+    for content, compressed in zip(contents, packed, strict=True):
+        sha256 = hashlib.sha256(content).hexdigest()
+        frames.append(Frame(offset, len(compressed), len(content), sha256))
+        offset += len(compressed)
+    pieces = {}
+    for number, group in enumerate(groups):
         start = 0
         for sha256 in group:
             pieces[sha256] = Piece(number, start, len(codes[sha256]))
             start += len(codes[sha256])
     recipes = {recipe: kernel for kernel, entry in sorted(by_kernel.items()) for recipe in entry.recipes}
-    return assembled(Index(arch, version, offset, tuple(groups), listed, pieces, recipes), frames)
+    listed = dict(zip(kernels, frames, strict=False))
+    index = Index(arch, version, offset, tuple(frames[len(kernels) :]), listed, pieces, recipes)
+    return assembled(index, packed)
 
 
 def assembled(index: Index, frames: Iterable[bytes]) -> bytes:

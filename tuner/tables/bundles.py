@@ -2,18 +2,19 @@
 
 import random
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import msgspec
 import torch
+from pebble import ProcessExpired
 
-from flashtune.bundle.bundle_file import Bundle
+from flashtune.bundle.bundle_file import Bundle, with_both
 from flashtune.bundle.records import Entry, Receipt
-from flashtune.core.errors import BundleError, FlashtuneError
+from flashtune.core.errors import BundleError, FlashtuneError, MachineError
 from flashtune.core.kernel import Alignment, Specialization
 from flashtune.core.machine import ptxas_version, triton_version
-from flashtune.core.record import Outcome
+from flashtune.core.record import Record
 from flashtune.core.target import Target
 from flashtune.db.codec import Check
 from flashtune.db.table import TunedTable
@@ -23,8 +24,12 @@ from flashtune.dispatch.versions import current_versions
 from flashtune.launch.binding import compile_binary
 from flashtune.launch.bundle_entries import entry_of, tail_entry
 from flashtune.launch.bundles import recipe_of
+from flashtune.launch.compilation import first_line
 from flashtune.launch.kernel_cache import kernel_of
-from flashtune.tuner.tables.warm import Call, Need, Needs, Watch, calls_of, compile_needs
+from flashtune.tuner.execution.compile_pool import COMPILE_SECONDS
+from flashtune.tuner.execution.cpus import available_cpus
+from flashtune.tuner.execution.processes import Workers
+from flashtune.tuner.tables.warm import Call, Watch, calls_of
 from flashtune.tuner.workloads.shapes import parse_shape
 
 # Shapes of the kernels that untuned problems take: widths, types and single features.
@@ -63,7 +68,8 @@ def table_calls(table: TunedTable) -> Iterator[Call]:
 def coverage_calls() -> Iterator[Call]:
     """Yields calls of untuned shapes: widths, types and single features, both passes.
 
-    Without a feature, tensors are also unaligned. The random shapes are aligned.
+    Without a feature, tensors are also unaligned. The random shapes are aligned. With a feature, no gradient
+    of a log-sum-exp is taken.
     """
     prefill = [f"{PREFILL},dtype={dtype}" for dtype in ("bf16", "fp16", "fp32")]
     shapes = [(text, feature) for text in prefill for feature in PREFILL_FEATURES]
@@ -83,7 +89,7 @@ def _calls(shapes: Iterable[tuple[str, str]], assumed: Specialization | None = N
     """Yields the calls of shapes and features, with and without a log-sum-exp."""
     for text, feature in shapes:
         for problem, specialization in calls_of(parse_shape(f"{text},{feature}")):
-            for lse in (False, True):
+            for lse in (False,) if feature and problem.is_backward else (False, True):
                 yield problem, msgspec.structs.replace(assumed or specialization, lse=lse)
 
 
@@ -99,57 +105,96 @@ def build(
     target: Target,
     tables: Tables,
     evidence: Iterable[TunedTable] = (),
+    base: Bundle | None = None,
     watch: Watch = lambda phase, done, total: None,
 ) -> Built:
-    """Returns the kernels that dispatch chooses for calls, compiled.
+    """Returns the kernels that dispatch chooses for calls, compiled on all cores.
 
     Args:
         calls: The calls.
         target: The GPU.
         tables: The tables of dispatch.
         evidence: Tables whose receipts hold for kernels of the installed compiler.
+        base: A bundle whose kernels of the installed compiler are taken as they are.
         watch: Called with the progress of compilation.
 
     Raises:
-        BundleError: The GPU is not NVIDIA's.
+        BundleError: The GPU is not NVIDIA's, or the base is damaged.
     """
     if not target.is_nvidia:
         raise BundleError(
             f"bundles hold code of NVIDIA's GPUs, and {target.name} is none: name another target"
         )
-    kernels: dict[str, Need] = {}
-    recipes: dict[str, set[str]] = defaultdict(set)
+    chosen: dict[str, tuple[Record, Specialization]] = {}
     left_out: list[str] = []
     for problem, specialization in dict.fromkeys(calls):
         try:
-            selection = select(problem, target, tables, specialization, generated=True)
-            kernel = kernel_of(selection.record, specialization)
+            record = select(problem, target, tables, specialization, generated=True).record
         except FlashtuneError as error:
             left_out.append(str(error))
             continue
-        kernels.setdefault(kernel.digest, Need(problem, selection, kernel))
-        recipes[kernel.digest].add(recipe_of(selection.record, specialization))
-    compiled = compile_needs(Needs(kernels, ()), target, watch)
-    receipts = _receipts(evidence)
-    entries: list[Entry] = []
+        chosen.setdefault(recipe_of(record, specialization), (record, specialization))
+    compilers, receipts = _compilers(), _receipts(evidence)
+    entries: dict[str, Entry] = {}
     codes: dict[str, bytes] = {}
-    for digest, need in sorted(kernels.items()):
-        outcome = compiled[digest]
-        if outcome.outcome is not Outcome.OK:
-            left_out.append(f"{need.problem.key}: {outcome.outcome.value}: {outcome.message}")
+    missing = {}
+    for recipe, compiled in chosen.items():
+        entry = base and base.entry_of_recipe(recipe)
+        if base and entry and (entry.triton, entry.ptxas) == compilers:
+            entries[entry.kernel] = entry
+            codes |= {stage.code: base.code(stage.code) for stage in entry.stages}
+        else:
+            missing[recipe] = compiled
+    for recipe, made, its_codes, failed in _compiled(missing, target, compilers[1], watch):
+        if made is None:
+            record = missing[recipe][0]
+            left_out.append(f"{record.family} for {record.problem.key}: {failed}")
             continue
-        binary = compile_binary(need.kernel, target)
-        ptxas = current_versions(need.kernel.family).ptxas
-        entry, its_codes = entry_of(need.kernel, need.problem, binary, ptxas, sorted(recipes[digest]))
+        passed = sorted(receipts.get(made.kernel, {}).items())
+        bound = tuple(Receipt(made.machine, *where, check.verdict) for where, check in passed)
+        entry = msgspec.structs.replace(made, receipts=bound)
+        entries[entry.kernel] = with_both(entries.get(entry.kernel, entry), entry)
         codes |= its_codes
-        passed = sorted(receipts.get(digest, {}).items())
-        bound = tuple(Receipt(entry.machine, *where, check.verdict) for where, check in passed)
-        entries.append(msgspec.structs.replace(entry, receipts=bound))
-    for dtype in CLEARED if any(need.problem.packed for need in kernels.values()) else ():
+    for dtype in CLEARED if any(record.problem.packed for record, _ in chosen.values()) else ():
         entry, its_codes = tail_entry(dtype, target, ptxas_version())
+        entries[entry.kernel] = entry
         codes |= its_codes
-        entries.append(entry)
-    return Built(entries, codes, tuple(dict.fromkeys(left_out)))
+    return Built([*entries.values()], codes, tuple(dict.fromkeys(left_out)))
+
+
+def _compiled(
+    missing: Mapping[str, tuple[Record, Specialization]], target: Target, ptxas: str, watch: Watch
+) -> Iterator[tuple[str, Entry | None, dict[str, bytes], str]]:
+    """Yields for each recipe its entry and machine code, or why there are none. Compiles on all cores."""
+    if not missing:
+        return
+    workers = Workers(min(len(missing), available_cpus()))
+    try:
+        jobs = {
+            recipe: workers.schedule(compile_entry, (record, specialization, target, ptxas), COMPILE_SECONDS)
+            for recipe, (record, specialization) in missing.items()
+        }
+        for done, (recipe, job) in enumerate(jobs.items()):
+            watch("compiling", done, len(jobs))
+            try:
+                entry, codes = job.result()
+            except MachineError:
+                raise
+            except (FlashtuneError, TimeoutError, ProcessExpired) as error:
+                yield recipe, None, {}, first_line(error)
+            else:
+                yield recipe, msgspec.structs.replace(entry, recipes=(recipe,)), codes, ""
+        watch("compiling", len(jobs), len(jobs))
+    finally:
+        workers.stop()
+
+
+def compile_entry(
+    record: Record, specialization: Specialization, target: Target, ptxas: str
+) -> tuple[Entry, dict[str, bytes]]:
+    """Returns the entry of a record's kernel and its machine code, compiled in this process."""
+    kernel = kernel_of(record, specialization)
+    return entry_of(kernel, record.problem, compile_binary(kernel, target), ptxas)
 
 
 def _receipts(tables: Iterable[TunedTable]) -> dict[str, dict[tuple[str, str], Check]]:

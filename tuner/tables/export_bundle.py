@@ -32,7 +32,7 @@ def verified_bundles(records: Iterable[Record], watch: Watch) -> dict[str, bytes
         if target is not None and target.is_nvidia:
             calls = [(record.problem, record.specialization) for record in own]
             tables = Tables(database=by_problem(own), shipped={})
-            built = build(calls, target, tables, [TunedTable(target=name, records=tuple(own))], watch)
+            built = build(calls, target, tables, [TunedTable(target=name, records=tuple(own))], watch=watch)
             parts[target.arch].append(dump_bundle(target.arch, VERSION, built.entries, built.codes))
     return {arch: _merged(arch, contents) for arch, contents in parts.items()}
 

@@ -70,6 +70,12 @@ def command() -> None:
     metavar="FILE",
     help="Build the kernels of a tuned table. Repeatable.",
 )
+@click.option(
+    "--base",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="A bundle whose kernels are not compiled again.",
+)
 @target_options
 @out_option
 @quiet_options
@@ -77,6 +83,7 @@ def command() -> None:
 def build_bundle(
     problems: tuple[Problem, ...],
     table_files: tuple[Path, ...],
+    base: Path | None,
     target: Target,
     device: int | None,
     out: Path,
@@ -90,6 +97,7 @@ def build_bundle(
 
     Two builds by the same Triton give the same bytes.
     """
+    from flashtune.bundle.bundle_file import open_bundle
     from flashtune.db.table import load_table, shipped_table
     from flashtune.tuner.tables.bundles import build, coverage_calls, table_calls
     from flashtune.tuner.tables.warm import calls_of, tables_with
@@ -107,7 +115,14 @@ def build_bundle(
     if not problems and not tables:
         calls = [*(call for table in shipped for call in table_calls(table)), *coverage_calls()]
     with progress_bars() as bars:
-        built = build(calls, target, tables_with(target, tables), (*shipped, *tables), bars)
+        built = build(
+            calls,
+            target,
+            tables_with(target, tables),
+            (*shipped, *tables),
+            open_bundle(base) if base else None,
+            bars,
+        )
     for sentence in built.left_out:
         note(f"left out: {sentence}")
     if not built.entries:
