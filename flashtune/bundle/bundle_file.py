@@ -180,27 +180,63 @@ def dump_bundle(arch: str, version: str, entries: Iterable[Entry], codes: Mappin
         codes: Their machine code by SHA-256. Code that no entry uses is left out.
     """
     by_kernel = {entry.kernel: check_entry(entry) for entry in entries}
-    frames: list[bytes] = []
-    offset = 0
-
-    def frame(content: bytes) -> Frame:
-        nonlocal offset
-        packed = lzma.compress(content, **COMPRESSION)  # type: ignore[arg-type]
-        placed = Frame(offset, len(packed), len(content), hashlib.sha256(content).hexdigest())
-        frames.append(packed)
-        offset += len(packed)
-        return placed
-
-    listed = {kernel: frame(msgspec.json.encode(entry)) for kernel, entry in sorted(by_kernel.items())}
+    frames = Frames()
+    listed = {kernel: frames.add(msgspec.json.encode(entry)) for kernel, entry in sorted(by_kernel.items())}
     groups, pieces = [], {}
     for number, group in enumerate(_groups(by_kernel.values(), codes)):
-        groups.append(frame(b"".join(codes[sha256] for sha256 in group)))
+        groups.append(frames.add(b"".join(codes[sha256] for sha256 in group)))
         start = 0
         for sha256 in group:
             pieces[sha256] = Piece(number, start, len(codes[sha256]))
             start += len(codes[sha256])
     recipes = {recipe: kernel for kernel, entry in sorted(by_kernel.items()) for recipe in entry.recipes}
-    return assembled(Index(arch, version, offset, tuple(groups), listed, pieces, recipes), frames)
+    index = Index(arch, version, frames.size, tuple(groups), listed, pieces, recipes)
+    return assembled(index, frames.packed)
+
+
+def with_entries(bundle: Bundle, entries: Iterable[Entry]) -> bytes:
+    """Returns the file of a bundle with other entries of some of its kernels. Other frames are copied.
+
+    The recipes of the entries are those of before.
+    """
+    changed = {entry.kernel: check_entry(entry) for entry in entries}
+    frames, index = Frames(), bundle.index
+    listed = {
+        kernel: frames.add(msgspec.json.encode(changed[kernel]))
+        if kernel in changed
+        else frames.copy(bundle, frame)
+        for kernel, frame in sorted(index.entries.items())
+    }
+    groups = tuple(frames.copy(bundle, group) for group in index.groups)
+    return assembled(index._replace(size=frames.size, groups=groups, entries=listed), frames.packed)
+
+
+class Frames:
+    """The frames of a new file, one after the other.
+
+    Attributes:
+        packed: Their compressed bytes.
+        size: The number of these bytes.
+    """
+
+    def __init__(self) -> None:
+        """Has no frames at first."""
+        self.packed: list[bytes] = []
+        self.size = 0
+
+    def add(self, content: bytes) -> Frame:
+        """Compresses a frame."""
+        packed = lzma.compress(content, **COMPRESSION)  # type: ignore[arg-type]
+        return self._placed(Frame(0, len(packed), len(content), hashlib.sha256(content).hexdigest()), packed)
+
+    def copy(self, bundle: Bundle, frame: Frame) -> Frame:
+        """Copies a frame of a bundle as it is."""
+        return self._placed(frame, bundle.packed(frame))
+
+    def _placed(self, frame: Frame, packed: bytes) -> Frame:
+        self.packed.append(packed)
+        self.size += len(packed)
+        return msgspec.structs.replace(frame, offset=self.size - len(packed))
 
 
 def assembled(index: Index, frames: Iterable[bytes]) -> bytes:
