@@ -6,7 +6,15 @@ from pathlib import Path
 
 import msgspec
 
-from flashtune.bundle.bundle_file import Bundle, assembled, bundle_of, dump_bundle, open_bundle, with_both
+from flashtune.bundle.bundle_file import (
+    Bundle,
+    Frames,
+    assembled,
+    bundle_of,
+    dump_bundle,
+    open_bundle,
+    with_both,
+)
 from flashtune.bundle.index import Frame, Index, Piece
 from flashtune.bundle.records import Entry
 from flashtune.core.errors import BundleError
@@ -64,15 +72,7 @@ def joined(bundles: Sequence[Bundle], recipes: Collection[str]) -> bytes:
     groups: list[Frame] = []
     codes: dict[str, Piece] = {}
     kernels: dict[str, str] = {}  # By recipe.
-    frames: list[bytes] = []
-    size = 0
-
-    def copied(bundle: Bundle, frame: Frame) -> Frame:
-        nonlocal size
-        frames.append(bundle.packed(frame))
-        size += frame.size
-        return msgspec.structs.replace(frame, offset=size - frame.size)
-
+    frames = Frames()
     for bundle in bundles:
         index = bundle.index
         numbers: dict[int, int] = {}  # Of copied groups, by their numbers in this bundle.
@@ -83,12 +83,13 @@ def joined(bundles: Sequence[Bundle], recipes: Collection[str]) -> bytes:
             if len(fresh) == len(kernels):
                 continue
             kernels = fresh
-            entries[kernel] = copied(bundle, index.entries[kernel])
+            entries[kernel] = frames.copy(bundle, index.entries[kernel])
             for code in sorted({stage.code for stage in entry.stages} - codes.keys()):
                 piece = index.codes[code]
                 if piece.group not in numbers:
                     numbers[piece.group] = len(groups)
-                    groups.append(copied(bundle, index.groups[piece.group]))
+                    groups.append(frames.copy(bundle, index.groups[piece.group]))
                 codes[code] = msgspec.structs.replace(piece, group=numbers[piece.group])
     first = bundles[0].index
-    return assembled(Index(first.arch, first.flashtune, size, tuple(groups), entries, codes, kernels), frames)
+    index = Index(first.arch, first.flashtune, frames.size, tuple(groups), entries, codes, kernels)
+    return assembled(index, frames.packed)

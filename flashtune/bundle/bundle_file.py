@@ -181,28 +181,71 @@ def dump_bundle(arch: str, version: str, entries: Iterable[Entry], codes: Mappin
         codes: Their machine code by SHA-256. Code that no entry uses is left out.
     """
     by_kernel = {entry.kernel: check_entry(entry) for entry in entries}
-    kernels = sorted(by_kernel)
-    groups = _groups(by_kernel.values(), codes)
-    contents = [msgspec.json.encode(by_kernel[kernel]) for kernel in kernels]
-    contents += [b"".join(codes[sha256] for sha256 in group) for group in groups]
-    # The compressor releases the interpreter's lock.
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        packed = [*pool.map(lambda content: lzma.compress(content, **COMPRESSION), contents)]  # type: ignore[arg-type]
-    frames, offset = [], 0
-    for content, compressed in zip(contents, packed, strict=True):
-        sha256 = hashlib.sha256(content).hexdigest()
-        frames.append(Frame(offset, len(compressed), len(content), sha256))
-        offset += len(compressed)
+    frames, kernels = Frames(), sorted(by_kernel)
+    shared = _groups(by_kernel.values(), codes)
+    entry_frames = frames.add(msgspec.json.encode(by_kernel[kernel]) for kernel in kernels)
+    groups = frames.add(b"".join(codes[sha256] for sha256 in group) for group in shared)
     pieces = {}
-    for number, group in enumerate(groups):
+    for number, group in enumerate(shared):
         start = 0
         for sha256 in group:
             pieces[sha256] = Piece(number, start, len(codes[sha256]))
             start += len(codes[sha256])
     recipes = {recipe: kernel for kernel, entry in sorted(by_kernel.items()) for recipe in entry.recipes}
-    listed = dict(zip(kernels, frames, strict=False))
-    index = Index(arch, version, offset, tuple(frames[len(kernels) :]), listed, pieces, recipes)
-    return assembled(index, packed)
+    listed = dict(zip(kernels, entry_frames, strict=True))
+    index = Index(arch, version, frames.size, groups, listed, pieces, recipes)
+    return assembled(index, frames.packed)
+
+
+def with_entries(bundle: Bundle, entries: Iterable[Entry]) -> bytes:
+    """Returns the file of a bundle with other entries of some of its kernels. Other frames are copied.
+
+    The recipes of the entries are those of before.
+    """
+    changed = {entry.kernel: check_entry(entry) for entry in entries}
+    frames, index = Frames(), bundle.index
+    added = dict(zip(changed, frames.add(map(msgspec.json.encode, changed.values())), strict=True))
+    listed = {
+        kernel: added[kernel] if kernel in added else frames.copy(bundle, frame)
+        for kernel, frame in sorted(index.entries.items())
+    }
+    groups = tuple(frames.copy(bundle, group) for group in index.groups)
+    return assembled(index._replace(size=frames.size, groups=groups, entries=listed), frames.packed)
+
+
+class Frames:
+    """The frames of a new file, one after the other.
+
+    Attributes:
+        packed: Their compressed bytes.
+        size: The number of these bytes.
+    """
+
+    def __init__(self) -> None:
+        """Has no frames at first."""
+        self.packed: list[bytes] = []
+        self.size = 0
+
+    def add(self, contents: Iterable[bytes]) -> tuple[Frame, ...]:
+        """Compresses frames, several at once: the compressor releases the interpreter's lock."""
+        listed = [*contents]
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            packed = pool.map(lambda content: lzma.compress(content, **COMPRESSION), listed)  # type: ignore[arg-type]
+            return tuple(
+                self._placed(
+                    Frame(0, len(compressed), len(content), hashlib.sha256(content).hexdigest()), compressed
+                )
+                for content, compressed in zip(listed, packed, strict=True)
+            )
+
+    def copy(self, bundle: Bundle, frame: Frame) -> Frame:
+        """Copies a frame of a bundle as it is."""
+        return self._placed(frame, bundle.packed(frame))
+
+    def _placed(self, frame: Frame, packed: bytes) -> Frame:
+        self.packed.append(packed)
+        self.size += len(packed)
+        return msgspec.structs.replace(frame, offset=self.size - len(packed))
 
 
 def assembled(index: Index, frames: Iterable[bytes]) -> bytes:

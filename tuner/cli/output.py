@@ -126,13 +126,16 @@ def progress_bars() -> Iterator[Callable[[str, int, int], None]]:
 def progress_lines() -> Callable[[str, int, int], None]:
     """Returns a function that writes progress to stderr, at most one line in twenty seconds."""
     latest = time.monotonic()
+    starts: dict[str, tuple[float, int]] = {}
 
     def show(phase: str, done: int, total: int) -> None:
         nonlocal latest
         now = time.monotonic()
+        start, first = starts.setdefault(phase, (latest, done))
         if shows_progress() and now - latest >= LINE_SECONDS:
             latest = now
-            note(f"{phase}: {done} of {total}")
+            seconds = (now - start) * (total - done) / max(1, done - first)
+            note(f"{phase}: {done} of {total}{f', about {seconds:.0f} s left' if done > first else ''}")
 
     return show
 

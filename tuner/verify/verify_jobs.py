@@ -132,37 +132,41 @@ def check_on_gpu(kernel: Kernel, record: Record, index: int) -> Check:
     from flashtune.core.target import device_target
     from flashtune.db.codec import Check
     from flashtune.dispatch.versions import current_versions
-    from flashtune.tuner.execution.processes import lacked_memory
     from flashtune.verification.check import check_delayed, check_rendered, joined
-    from flashtune.verification.passes import forget
 
     assert record.config is not None
+    config = record.config
     target, device = device_target(index), torch.device("cuda", index)
     with _whole_context(device):
-        if torch.cuda.memory_reserved(device) > MAX_RESERVED_BYTES:
-            # Other processes check kernels on the same GPU.
-            forget()
-            torch.cuda.empty_cache()
-        verdict = None
-        try:
-            verdict = check_rendered(kernel, record.problem, record.config, target, device)
-        except KernelError as error:
-            if not lacked_memory(str(error)):
-                raise
-        if verdict is None:
-            # Retry without this process's cached tensors. This is outside of `except`, because a traceback
-            # would hold the tensors of the failed check.
-            forget()
-            torch.cuda.empty_cache()
-            verdict = check_rendered(kernel, record.problem, record.config, target, device)
-        late = (
-            check_delayed(kernel, record.problem, record.config, target, device) if verdict.passed else None
-        )
+        verdict = with_memory(lambda: check_rendered(kernel, record.problem, config, target, device), device)
+        late = check_delayed(kernel, record.problem, config, target, device) if verdict.passed else None
     if late is not None:
         verdict = joined([verdict, late])
     return Check(
         digest=kernel.digest, target=target.name, versions=current_versions(record.family), verdict=verdict
     )
+
+
+def with_memory(check: Callable[[], Verdict], device: torch.device) -> Verdict:
+    """Returns the verdict of a check. If memory is short, this process's cached tensors are freed."""
+    import torch
+
+    from flashtune.tuner.execution.processes import lacked_memory
+    from flashtune.verification.passes import forget
+
+    if torch.cuda.memory_reserved(device) > MAX_RESERVED_BYTES:
+        # Other processes check kernels on the same GPU.
+        forget()
+        torch.cuda.empty_cache()
+    try:
+        return check()
+    except KernelError as error:
+        if not lacked_memory(str(error)):
+            raise
+    # This is outside of `except`, because a traceback would hold the tensors of the failed check.
+    forget()
+    torch.cuda.empty_cache()
+    return check()
 
 
 def read_compiled(kernel: Kernel, target: Target) -> Resources:

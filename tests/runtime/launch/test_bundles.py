@@ -30,7 +30,7 @@ from flashtune.launch.tensors import ForwardTensors
 from flashtune.request.request import Prefer
 from flashtune.runtime import kernel_loader
 from flashtune.runtime.kernel_loader import KernelLoader
-from flashtune.tuner.tables import bundle_verification
+from flashtune.tuner.verify import bundle_verification
 from tests.emulator.cuda_library import CudaLibrary
 from tests.support.records import CONTIGUOUS, VERDICT, make_record
 from tests.support.values import present
@@ -223,28 +223,23 @@ def test_bundle_of_the_database_serves_unless_another_user_can_write_it(
 
 
 @pytest.mark.parametrize("passes", [True, False])
-def test_verification_adds_receipts_of_kernels_that_pass(
-    path: Path, entry: Any, record: Record, monkeypatch: pytest.MonkeyPatch, passes: bool
-) -> None:
+def test_verified_kernel_that_passes_has_a_receipt(entry: Any, record: Record, passes: bool) -> None:
     made, codes = entry
     bundle = bundle_of(dump_bundle("sm_90", "1", [msgspec.structs.replace(made, receipts=())], codes), "here")
-    uses = bundle_verification.uses_of(
-        bundle, [(PROBLEM, CONTIGUOUS)], H200, Tables(by_problem([record]), {})
-    )
-    assert {*uses} == {made.kernel}
-    checked: list[tuple[Any, ...]] = []
+    kernels = bundle_verification.unverified(bundle, H200)
+    tables = Tables(by_problem([record]), {})
+    uses = bundle_verification.uses_of(bundle, kernels, [(PROBLEM, CONTIGUOUS)], H200, tables)
+    assert {*uses} == kernels == {made.kernel}
 
     def check(*arguments: Any, compiled: BundledBinary) -> Verdict:
-        checked.append((*arguments, compiled.entry.kernel))
+        assert (arguments[1], compiled.entry.kernel) == (PROBLEM, made.kernel)
         return VERDICT if passes else msgspec.structs.replace(VERDICT, passed=False, failed="needle")
 
-    monkeypatch.setattr(bundle_verification, "Driver", lambda: Driver(CudaLibrary()))
-    monkeypatch.setattr(bundle_verification, "check_rendered", check)
-    ((result, reason),) = bundle_verification.verified(bundle, uses, H200, CPU)
-    assert [arguments[1] for arguments in checked] == [PROBLEM]
-    assert [(receipt.machine, receipt.target) for receipt in result.receipts] == [
-        (made.machine, H200.name)
-    ] * passes
-    assert ("wrong: needle" in reason) is not passes
-    ((_, other),) = bundle_verification.verified(bundle, uses, H200, CPU, part=(1, 2))
-    assert (len(checked), other) == (1, "")
+    result = bundle_verification.receipt_of(
+        bundle, uses[made.kernel], H200, CPU, Driver(CudaLibrary()), check
+    )
+    if passes:
+        assert isinstance(result, Receipt)
+        assert (result.machine, result.target) == (made.machine, H200.name)
+    else:
+        assert result == "its results are wrong: needle"

@@ -106,3 +106,9 @@ def test_default_bundle_covers_the_table_and_untuned_shapes() -> None:
         (backward, lse) for backward in (False, True) for lse in (False, True)
     }
     assert all(len(problem.features) <= 1 for problem, _ in calls)
+
+
+def test_verification_without_a_gpu_is_one_sentence(run: Run, tmp_path: Path) -> None:
+    result = run("bundle", "verify", tmp_path / "kernels.bundle")
+    assert result.exit_code == 2
+    assert "verified on a GPU, and none is visible" in result.stderr

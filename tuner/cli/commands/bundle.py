@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 import msgspec
 
-from flashtune.core.errors import KernelError, UsageError, printable
+from flashtune.core.errors import KernelError, UsageError, VerificationError, printable
 from flashtune.tuner.cli.command import Group
-from flashtune.tuner.cli.options import json_option, optional_problem_options, quiet_options, target_options
+from flashtune.tuner.cli.options import (
+    file_option,
+    json_option,
+    optional_problem_options,
+    quiet_options,
+    target_options,
+)
 from flashtune.tuner.cli.output import (
     note,
     print_json,
@@ -46,6 +53,18 @@ class Written(msgspec.Struct, frozen=True):
     codes: int  # Different pieces of machine code.
     size: int  # Bytes of the file.
     left_out: tuple[str, ...] = ()  # Reasons why calls have no kernel in it.
+
+
+class Verification(msgspec.Struct, frozen=True):
+    """The result of a verification, in numbers of kernels."""
+
+    file: str  # The file with the receipts.
+    verified: int  # Now.
+    earlier: int  # With a receipt of this GPU before, or without need of one.
+    failed: dict[str, str]  # Why, by the kernel's digest.
+    unused: int  # Not verified, because dispatch chooses them for no known call.
+    left: int  # Not reached.
+    seconds: float
 
 
 @click.group("bundle", cls=Group)
@@ -133,64 +152,118 @@ def build_bundle(
 @command.command(
     "verify",
     examples=(
-        "flashtune bundle verify kernels.bundle --out verified.bundle",
-        "flashtune bundle verify kernels.bundle --level quick --part 0/4 --out part0.bundle",
+        "flashtune bundle verify kernels.bundle",
+        "flashtune bundle verify kernels.bundle --out verified.bundle --devices 0,1 --seconds 480",
     ),
 )
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option(
-    "--level",
-    type=click.Choice(["quick", "full"]),
-    default="full",
-    show_default=True,
-    help="quick: as the self-check of a first call. full: as a search.",
+    "--devices", default="all", show_default=True, metavar="all|I,J", help="GPUs of this machine to use."
 )
-@click.option("--part", default="0/1", show_default=True, metavar="I/N", help="Verify every N-th kernel.")
-@target_options
-@out_option
+@click.option(
+    "--processes",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Processes for each GPU. Default: by the cores and the free GPU memory.",
+)
+@click.option(
+    "--seconds",
+    type=click.FloatRange(min=0),
+    metavar="S",
+    help="Start no kernel after S seconds.",
+)
+@file_option("out", "The file to write. Default: the same file.", "out")
 @quiet_options
 @json_option
 def verify_bundle(
-    file: Path, level: str, part: str, target: Target, device: int | None, out: Path, as_json: bool
+    file: Path, devices: str, processes: int | None, seconds: float | None, out: Path | None, as_json: bool
 ) -> None:
-    """Verify the kernels without a receipt on this GPU, and write the file with receipts.
+    """Verify the kernels without a receipt of this GPU, and write the file with receipts.
 
-    Kernels are those that `build` chooses by default. Several GPUs can verify parts, whose files `merge`
-    joins.
+    A kernel is verified at a problem of the shipped table or of `build`'s untuned shapes. Several processes
+    share each GPU.
+
+    The file is written every 30 seconds and at the end, also after Ctrl-C and SIGTERM. Run the command on the
+    written file to continue.
     """
-    import torch
-
     from flashtune.bundle.bundle_file import open_bundle
     from flashtune.db.table import shipped_table
     from flashtune.dispatch.tables import tuned_records
-    from flashtune.tuner.tables.bundle_verification import uses_of, verified
+    from flashtune.tuner.execution.processes import start_server
     from flashtune.tuner.tables.bundles import coverage_calls, table_calls
-    from flashtune.verification.cases import Level
+    from flashtune.tuner.verify.bundle_verification import process_count, unverified, uses_of, verify
+    from flashtune.tuner.verify.verify_jobs import Runs, stopped_by_signals
 
-    first, _, step = part.partition("/")
-    if not (first.isdigit() and step.isdigit() and int(first) < int(step)):
-        raise UsageError(f"--part is {printable(part)}: write I/N, such as 0/4")
-    if device is None:
-        raise UsageError("kernels are verified on a GPU, and none is chosen: run it on a machine with one")
+    start = time.monotonic()
+    indexes, target = _gpus(devices)
+    out = out or file
     bundle = open_bundle(file)
-    table = shipped_table(target.name)
-    calls = [*(table_calls(table) if table else ()), *coverage_calls()]
-    uses = uses_of(bundle, calls, target, tuned_records(target.name))
-    entries, reasons = [], []
-    gpu = torch.device("cuda", device)
-    try:
-        with progress_bars() as bars:
-            for entry, reason in verified(
-                bundle, uses, target, gpu, Level[level.upper()], (int(first), int(step)), bars
-            ):
-                entries.append(entry)
-                reasons += [reason] if reason else []
-    finally:
-        for reason in reasons:
-            note(printable(reason))
-        if len(entries) == len(bundle.index.entries):
-            codes = {sha256: bundle.code(sha256) for sha256 in bundle.index.codes}
-            _write(out, bundle.index.arch, entries, codes, tuple(reasons), as_json=as_json)
+    if out.exists() and not out.samefile(file):
+        raise UsageError(f"{out} exists: verify it to continue, or name another file by --out")
+    with progress_bars() as bars:
+        runs = Runs(seconds, bars)
+        start_server()
+        kernels = unverified(bundle, target)
+        table = shipped_table(target.name)
+        calls = [*(table_calls(table) if table else ()), *coverage_calls()]
+        uses = uses_of(bundle, kernels, calls, target, tuned_records(target.name), bars)
+        processes = processes or process_count(indexes)
+        with stopped_by_signals(runs):
+            results = verify(file, out, uses, indexes, processes, runs, bars)
+    failed = {kernel: result for kernel, result in results.items() if isinstance(result, str)}
+    report = Verification(
+        file=str(out),
+        verified=len(results) - len(failed),
+        earlier=len(bundle.index.entries) - len(kernels),
+        failed={kernel: f"{uses[kernel].record.family}: {why}" for kernel, why in failed.items()},
+        unused=len(kernels) - len(uses),
+        left=len(uses) - len(results),
+        seconds=time.monotonic() - start,
+    )
+    _report(report, as_json=as_json)
+    if runs.stopped:
+        raise KeyboardInterrupt
+    if report.failed or report.left:
+        raise VerificationError(
+            f"{len(report.failed)} kernels failed and {report.left} were not reached: "
+            f"run `flashtune bundle verify {out}` to verify those without a receipt"
+        )
+
+
+def _gpus(devices: str) -> tuple[list[int], Target]:
+    """Returns the GPUs of an option, which are alike, and their target."""
+    import torch
+
+    from flashtune.core.target import device_target
+
+    count = torch.cuda.device_count()
+    if not count:
+        raise UsageError("kernels are verified on a GPU, and none is visible: run it on a machine with one")
+    named = [*map(str, range(count))] if devices == "all" else devices.split(",")
+    if not all(name.isdecimal() and int(name) < count for name in named):
+        raise UsageError(
+            f"--devices is {printable(devices)}: write all, or numbers below {count} such as 0,1"
+        )
+    indexes = [*dict.fromkeys(map(int, named))]
+    targets = {target.name: target for target in map(device_target, indexes)}
+    if len(targets) > 1:
+        raise UsageError(f"the GPUs are {' and '.join(targets)}: name GPUs of one kind by --devices")
+    return indexes, targets.popitem()[1]
+
+
+def _report(report: Verification, *, as_json: bool) -> None:
+    """Prints the result of a verification."""
+    for kernel, reason in report.failed.items():
+        note(printable(f"{kernel}: {reason}"))
+    if as_json:
+        print_json(report)
+        return
+    say(
+        f"{report.file} has {report.verified} new receipts and {report.earlier} kernels that needed none; "
+        f"{len(report.failed)} failed and {report.left} are left, after {report.seconds:.0f} s"
+    )
+    if report.unused:
+        say(f"{report.unused} kernels are not verified, because dispatch chooses them for no known call")
 
 
 @command.command("list", examples=("flashtune bundle list kernels.bundle",))
