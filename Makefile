@@ -168,6 +168,23 @@ test-gpu: $(DEVELOPS) ## Run the tests that need a GPU
 	$(PYTEST) -n $(GPU_WORKERS) --dist worksteal -m 'gpu and not alone' tests
 	OMP_NUM_THREADS=$(shell nproc) $(PYTEST) -m 'gpu and alone' tests
 
+# The wheel's kernels are compiled by one version of Triton, whichever is installed. BUNDLE=FILE packs a verified
+# bundle instead.
+BUNDLE_TRITON := 3.6.0
+BUNDLE := out/sm_90.bundle
+
+.PHONY: bundle out/sm_90.bundle
+out/sm_90.bundle: .triton-$(BUNDLE_TRITON)/.complete
+	@mkdir -p out
+	for gpu in h200 h100; do \
+		env -u TRITON_PTXAS_PATH PYTHONPATH=$(CURDIR)/.triton-$(BUNDLE_TRITON) \
+			$(BIN)/flashtune bundle build --target $$gpu --out out/$$gpu.bundle; \
+	done
+	$(BIN)/flashtune bundle merge out/h200.bundle out/h100.bundle --out $@
+
+bundle: $(DEVELOPS) $(BUNDLE) ## Pack kernels for Hopper GPUs into a wheel: new ones, or those of BUNDLE=FILE
+	@PYTHONPATH=$(CURDIR) $(PY) -m scripts.kernels_wheel $(BUNDLE) --out dist
+
 .PHONY: kernels render-diff reference clean
 kernels: $(DEVELOPS) ## Write kernels_generated/, examples of selected kernels
 	@PYTHONPATH=$(CURDIR) $(PY) -m scripts.kernels

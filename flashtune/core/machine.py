@@ -61,6 +61,8 @@ LOADED_SHARE = 0.75
 NOT_INSTALLED = "none"
 TRITON_VERSION = re.compile(r"^__version__ = ['\"](.+)['\"]$", re.MULTILINE)
 PTXAS_RELEASE = re.compile(r"release (\d+\.\d+)")
+# Variables of Triton that change the machine code of a kernel, even the one that removes line information.
+CODE_VARIABLES = ("DISABLE_LLVM_OPT", "DISABLE_PTXAS_OPT", "TRITON_DISABLE_LINE_INFO")
 
 
 def machine_fault(error: BaseException) -> str | None:
@@ -390,8 +392,10 @@ def triton_version() -> str:
 def ptxas_version() -> str:
     """Returns the version of the ptxas that Triton runs for Hopper, without importing Triton.
 
+    Variables that change its machine code are part of the version, so that no receipt covers that code.
     Returns `none` if there is no such program.
     """
+    changes = [f" {name}={value}" for name in CODE_VARIABLES if (value := variable(name))]
     spec = importlib.util.find_spec("triton")
     folders = (spec and spec.submodule_search_locations) or ()
     named = filter(None, [os.environ.get("TRITON_PTXAS_PATH")])
@@ -400,5 +404,5 @@ def ptxas_version() -> str:
             said = subprocess.check_output([path, "--version"], stderr=subprocess.STDOUT, text=True)
             stated = PTXAS_RELEASE.search(said)
             if stated is not None:
-                return stated[1]
+                return stated[1] + "".join(changes)
     return NOT_INSTALLED

@@ -87,6 +87,14 @@ def test_ptxas_version_is_the_one_for_hopper() -> None:
     assert f"release {current_versions('forward_q_outer').ptxas}," in said.stdout
 
 
+def test_variable_that_changes_machine_code_is_part_of_the_version_of_ptxas(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    version = machine.ptxas_version.__wrapped__()
+    monkeypatch.setenv("TRITON_DISABLE_LINE_INFO", "1")
+    assert machine.ptxas_version.__wrapped__() == f"{version} TRITON_DISABLE_LINE_INFO=1"
+
+
 def test_ptxas_without_permission_to_execute_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
