@@ -83,18 +83,24 @@ def uses_of(
     watch: Watch = lambda phase, done, total: None,
 ) -> dict[str, Use]:
     """Returns a use of each of some kernels that dispatch chooses for calls, by the kernel's digest."""
+
+    @functools.cache
+    def chosen(problem: Problem, assumed: Specialization) -> Record | None:
+        try:
+            return select(problem, target, tables, assumed, generated=True).record
+        except FlashtuneError:
+            return None  # no kernel computes it, as the build reported
+
     uses: dict[str, Use] = {}
     distinct = dict.fromkeys(calls)
     for number, (problem, specialization) in enumerate(distinct):
         watch("choosing kernels", number, len(distinct))
         if len(uses) == len(kernels):
             break
-        try:
-            record = select(problem, target, tables, specialization, generated=True).record
-        except FlashtuneError:
-            continue  # no kernel computes it, as the build reported
-        kernel = bundle.index.recipes.get(recipe_of(record, specialization))
-        if kernel is not None and kernel in kernels and kernel not in uses:
+        # The log-sum-exp does not change the choice.
+        record = chosen(problem, msgspec.structs.replace(specialization, lse=False))
+        kernel = record and bundle.index.recipes.get(recipe_of(record, specialization))
+        if record and kernel and kernel in kernels and kernel not in uses:
             same = msgspec.structs.replace(problem, causal=record.problem.causal)
             uses[kernel] = Use(kernel, same, record, specialization)
     return uses
