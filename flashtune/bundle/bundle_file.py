@@ -204,9 +204,10 @@ def with_entries(bundle: Bundle, entries: Iterable[Entry]) -> bytes:
     """
     changed = {entry.kernel: check_entry(entry) for entry in entries}
     frames, index = Frames(), bundle.index
-    added = dict(zip(changed, frames.add(map(msgspec.json.encode, changed.values())), strict=True))
     listed = {
-        kernel: added[kernel] if kernel in added else frames.copy(bundle, frame)
+        kernel: frames.add([msgspec.json.encode(changed[kernel])])[0]
+        if kernel in changed
+        else frames.copy(bundle, frame)
         for kernel, frame in sorted(index.entries.items())
     }
     groups = tuple(frames.copy(bundle, group) for group in index.groups)
