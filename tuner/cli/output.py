@@ -131,7 +131,7 @@ def progress_lines() -> Callable[[str, int, int], None]:
     def show(phase: str, done: int, total: int) -> None:
         nonlocal latest
         now = time.monotonic()
-        start, first = starts.setdefault(phase, (latest, done))
+        start, first = starts.setdefault(phase, (now, done))
         if shows_progress() and now - latest >= LINE_SECONDS:
             latest = now
             seconds = (now - start) * (total - done) / max(1, done - first)

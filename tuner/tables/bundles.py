@@ -35,7 +35,7 @@ from flashtune.tuner.workloads.shapes import parse_shape
 # Shapes of the kernels that untuned problems take: widths, types and single features.
 WIDTHS = "head_dim=32|64|80|96|128|160|192|256"
 PREFILL = f"heads=32,kv_heads=8,batch=2,seqlen=2048,{WIDTHS},causal=none|bottom_right"
-DECODE = f"heads=32,kv_heads=8,batch=16,seqlen_q=1,seqlen_kv=4096,{WIDTHS},dtype=bf16|fp16"
+DECODE = f"heads=32,kv_heads=8,batch=16,seqlen_q=1,seqlen_kv=4096,{WIDTHS},dtype=bf16|fp16|fp32"
 # Values of features for a prefill or gradients, and for decoding.
 PREFILL_FEATURES = (
     "", "window=1023", "softcap", "alibi", "bias=additive", "bias=boolean", "sinks", "prefix", "chunk=512",
@@ -68,15 +68,15 @@ def table_calls(table: TunedTable) -> Iterator[Call]:
 def coverage_calls() -> Iterator[Call]:
     """Yields calls of untuned shapes: widths, types and single features, both passes.
 
-    Without a feature, tensors are also unaligned. The random shapes are aligned. With a feature, no gradient
-    of a log-sum-exp is taken.
+    Tensors are aligned and unaligned, those of random shapes only aligned. With a feature, no gradient of a
+    log-sum-exp is taken.
     """
     prefill = [f"{PREFILL},dtype={dtype}" for dtype in ("bf16", "fp16", "fp32")]
     shapes = [(text, feature) for text in prefill for feature in PREFILL_FEATURES]
     shapes += [(f"{text},backward", feature) for text, feature in shapes]
     shapes += [(DECODE, feature) for feature in DECODE_FEATURES]
     yield from _calls(shapes)
-    yield from _calls(((text, "") for text, feature in shapes if not feature), UNALIGNED)
+    yield from _calls(shapes, UNALIGNED)
     drawn = random.Random(SEED)  # noqa: S311 - shapes are no secrets
     for feature in PREFILL_FEATURES:
         dtypes = "bf16" if feature else "bf16|fp16"

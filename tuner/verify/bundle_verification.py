@@ -15,7 +15,7 @@ import torch
 from flashtune.bundle.bundle_file import Bundle, bundle_of, open_bundle, with_entries
 from flashtune.bundle.driver import Driver
 from flashtune.bundle.records import Entry, Receipt
-from flashtune.core.errors import BundleError, FlashtuneError, KernelError, MachineError
+from flashtune.core.errors import FlashtuneError, MachineError
 from flashtune.core.kernel import Specialization
 from flashtune.core.machine import machine_errors
 from flashtune.core.problem import Problem
@@ -83,18 +83,24 @@ def uses_of(
     watch: Watch = lambda phase, done, total: None,
 ) -> dict[str, Use]:
     """Returns a use of each of some kernels that dispatch chooses for calls, by the kernel's digest."""
+
+    @functools.cache
+    def chosen(problem: Problem, assumed: Specialization) -> Record | None:
+        try:
+            return select(problem, target, tables, assumed, generated=True).record
+        except FlashtuneError:
+            return None  # no kernel computes it, as the build reported
+
     uses: dict[str, Use] = {}
     distinct = dict.fromkeys(calls)
     for number, (problem, specialization) in enumerate(distinct):
         watch("choosing kernels", number, len(distinct))
         if len(uses) == len(kernels):
             break
-        try:
-            record = select(problem, target, tables, specialization, generated=True).record
-        except FlashtuneError:
-            continue  # no kernel computes it, as the build reported
-        kernel = bundle.index.recipes.get(recipe_of(record, specialization))
-        if kernel is not None and kernel in kernels and kernel not in uses:
+        # The log-sum-exp does not change the choice.
+        record = chosen(problem, msgspec.structs.replace(specialization, lse=False))
+        kernel = record and bundle.index.recipes.get(recipe_of(record, specialization))
+        if record and kernel and kernel in kernels and kernel not in uses:
             same = msgspec.structs.replace(problem, causal=record.problem.causal)
             uses[kernel] = Use(kernel, same, record, specialization)
     return uses
@@ -126,7 +132,7 @@ def receipt_of(
         )
     except MachineError:
         raise
-    except (BundleError, KernelError, RuntimeError) as error:
+    except Exception as error:  # noqa: BLE001 - one kernel must not end the verification of all others
         leave_if_broken(device, error)
         return first_line(error)
     if not verdict.passed:

@@ -7,12 +7,14 @@ from typing import Any
 import msgspec
 import pytest
 
+from flashtune.bundle.bundle_file import dump_bundle
 from flashtune.core.target import find_target
 from flashtune.db.table import shipped_table
 from flashtune.launch.binding import compile_binary
 from flashtune.launch.bundle_entries import entry_of
 from flashtune.tuner.tables import bundles
 from flashtune.tuner.tables.bundles import coverage_calls, table_calls
+from tests.bundle.conftest import make_entry
 from tests.support.golden_kernels import KERNELS, problem_of
 from tests.tuner.cli.conftest import Run
 
@@ -112,3 +114,24 @@ def test_verification_without_a_gpu_is_one_sentence(run: Run, tmp_path: Path) ->
     result = run("bundle", "verify", tmp_path / "kernels.bundle")
     assert result.exit_code == 2
     assert "verified on a GPU, and none is visible" in result.stderr
+
+
+def test_report_of_a_verification_counts_kernels_without_a_known_call(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("flashtune.core.target.device_target", lambda index: find_target("h200"))
+    monkeypatch.setattr("flashtune.db.table.shipped_table", lambda name: None)
+    monkeypatch.setattr(bundles, "coverage_calls", lambda: ())
+    (verified, codes), (other, other_codes) = make_entry(1, b"one"), make_entry(2, b"two")
+    entries = [verified, msgspec.structs.replace(other, receipts=())]
+    path, out = tmp_path / "kernels.bundle", tmp_path / "out.bundle"
+    path.write_bytes(dump_bundle("sm_90", "1.0", entries, codes | other_codes))
+    command = ("bundle", "verify", path, "--processes", "1", "--devices")
+    report = json.loads(run(*command, "0,1", "--out", out, "--json").stdout)
+    del report["seconds"]
+    counts = {"verified": 0, "earlier": 1, "failed": {}, "unused": 1, "left": 0}
+    assert report == {"file": str(out), **counts}
+    assert "1 kernels are not verified" in run(*command, "all").stdout
+    assert "exists: verify it to continue" in run(*command, "all", "--out", out).stderr
+    assert "numbers below 2" in run(*command, "2").stderr

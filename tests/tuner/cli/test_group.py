@@ -210,7 +210,7 @@ def test_progress_without_a_terminal_has_a_line_in_twenty_seconds(
     show = progress_lines()
     for done in range(5):
         show("compiling", done, 5)
-    assert capsys.readouterr().err == "flashtune: compiling: 2 of 5, about 40 s left\n"
+    assert capsys.readouterr().err == "flashtune: compiling: 2 of 5, about 27 s left\n"
 
 
 PAGE = Path(__file__).parents[3] / "docs" / "cli.md"
