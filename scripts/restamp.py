@@ -64,21 +64,21 @@ def restamped(
     counts: Counter[str] = Counter()
     records = []
     for record in table.records:
-        digest = digest_of(record) if record.config is not None else None
-        if digest in equal(str(record.kernel), record.versions.compilers):
-            versions = msgspec.structs.replace(record.versions, template=templates[str(digest)])
-            moved = msgspec.structs.replace(record, kernel=digest, versions=versions)
+        now = digest_of(record) if record.config is not None else ""
+        if now in equal(str(record.kernel), record.versions.compilers):
+            versions = msgspec.structs.replace(record.versions, template=templates[now])
+            moved = msgspec.structs.replace(record, kernel=now, versions=versions)
             counts["current" if moved == record else "moved"] += 1
             records.append(moved)
         else:
-            counts["changed" if digest else "current"] += 1
+            counts["changed" if now else "current"] += 1
             records.append(record)
     receipts: dict[tuple[str, tuple[str, ...]], Check] = {}
     for receipt in table.receipts:
-        for digest in sorted(equal(receipt.digest, receipt.versions.compilers)):
-            versions = msgspec.structs.replace(receipt.versions, template=templates[digest])
-            moved_receipt = msgspec.structs.replace(receipt, digest=digest, versions=versions)
-            receipts.setdefault((digest, versions.makers), moved_receipt)
+        for kernel in sorted(equal(receipt.digest, receipt.versions.compilers)):
+            versions = msgspec.structs.replace(receipt.versions, template=templates[kernel])
+            moved_receipt = msgspec.structs.replace(receipt, digest=kernel, versions=versions)
+            receipts.setdefault((kernel, versions.makers), moved_receipt)
     return msgspec.structs.replace(table, records=tuple(records), receipts=tuple(receipts.values())), counts
 
 
