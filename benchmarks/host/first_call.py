@@ -317,7 +317,8 @@ def memory() -> Iterator[Row]:
     from flashtune.dispatch.platform import PLATFORM
     from flashtune.launch.bundles import bundle_paths
 
-    for path in bundle_paths(10 * torch.cuda.get_device_capability()[0], None)[:1]:
+    path = next(iter(bundle_paths(10 * torch.cuda.get_device_capability()[0], None)), None)
+    if path is not None and path.is_file():  # not the null device
         yield "size of the bundle, MB", "", path.stat().st_size / 1e6, 0
     PLATFORM.records(PLATFORM.target(torch.device("cuda")).name)
     shapes = {"bundle and first kernel": (1, 32, 8, 4096, 128), "next kernel": (4, 32, 32, 4096, 64)}
