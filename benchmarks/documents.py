@@ -17,7 +17,7 @@ from benchmarks import saved, search_report, tables
 from benchmarks.dispatch_regret import regret
 from benchmarks.exhaustive import axes, prediction
 from benchmarks.figures import with_figures
-from benchmarks.host import first_use
+from benchmarks.host import first_call, first_use
 from benchmarks.integrations import report as integrations_report
 from benchmarks.kernels import fastest, fp8_error, limits, serving, tritons
 from benchmarks.kernels import report as kernels_report
@@ -41,6 +41,7 @@ SCRIPTS: dict[str, Callable[[], Mapping[str, str]]] = {
     axes.SCRIPT: axes.texts,
     fastest.SCRIPT: fastest.texts,
     tritons.SCRIPT: tritons.texts,
+    first_call.SCRIPT: first_call.texts,
     first_use.SCRIPT: first_use.texts,
     fp8_error.SCRIPT: fp8_error.texts,
     kernels_report.SCRIPT: kernels_report.texts,

@@ -1,13 +1,17 @@
 """Times of first calls with a bundle, each row in a new process with empty caches.
 
-    python -m benchmarks.host.first_call --bundle FILE [--save out/first-call.json]
+    python -m benchmarks.host.first_call --bundle FILE --save FOLDER/nvidia-h200-first-call.json.gz
+    python -m benchmarks.host.first_call --none --save FOLDER/nvidia-h200-first-call-none.json.gz
 
-needs a GPU, and takes three minutes. CUDA's context and torch are initialised before a call is timed, except
-in the rows of whole processes. Without `--bundle`, the bundle of `FLASHTUNE_BUNDLE` or of an installed
-package is used. `--none` uses no bundle, for comparison, and leaves out the slow rows.
+need a GPU, and take five minutes each. CUDA's context and torch are initialised and flashtune is imported
+before a call is timed, except in the rows of whole processes. Without `--bundle`, the bundle of
+`FLASHTUNE_BUNDLE` or of an installed package is used. `--none` uses no bundle, for comparison. If FOLDER is
+benchmarks/results, `python -m benchmarks.documents --write` puts both runs into docs/bundles.md.
 
 A process imports this module before it is timed, so the module imports the standard library only.
 """
+
+from __future__ import annotations
 
 import argparse
 import json
@@ -19,16 +23,22 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+if TYPE_CHECKING:
+    from benchmarks.saved import Saved
+
+SCRIPT = "benchmarks/host/first_call.py"
+# Results with a bundle, and without one.
+SAVED = "nvidia-h200-first-call.json.gz", "nvidia-h200-first-call-none.json.gz"
 ROOT = Path(__file__).resolve().parent.parent.parent
 # The line with the rows of a process begins so.
 MARK = "rows: "
-# Repetitions of whole processes. The median counts.
-PROCESSES = 3
-SEED = 43
+# Scenarios that are measured in several processes. The median and the worst count.
+REPEATED, PROCESSES = ("plain", "training", "process flashtune", "process torch"), 3
+SEED = 7
 UNTUNED = 12
 # Of prompts with one feature: batch, heads, heads of keys, length, head dim.
 SHAPE = 2, 24, 8, 1536, 128
@@ -36,7 +46,7 @@ LAYERS = 16
 # Forward and backward passes of the model until it is given up.
 MAX_STEPS = 400
 
-# The figure, the case, a number, and the number of kernels that were compiled.
+# The figure with its unit, the case, a number, and the number of kernels that were compiled.
 Row = tuple[str, str, float, int]
 Call = Callable[[], Any]
 
@@ -167,20 +177,20 @@ def plain() -> Iterator[Row]:
     import flashtune
 
     flashtune.attention  # noqa: B018 - imports the function's module
-    yield "import flashtune, torch being imported", "", 1e3 * (time.perf_counter() - start), 0
-    yield timed("first call of a tuned plain shape", "", dense(1, 32, 8, 4096, 128, causal=True))
-    yield timed("then another tuned kernel", "D64", dense(4, 32, 32, 4096, 64))
-    yield timed("then another tuned kernel", "D128", dense(8, 16, 16, 2048, 128, causal=True))
+    yield "import of flashtune after torch, ms", "", 1e3 * (time.perf_counter() - start), 0
+    yield timed("first call of a tuned plain shape, ms", "D128", dense(1, 32, 8, 4096, 128, causal=True))
+    yield timed("then another tuned kernel, ms", "D64", dense(4, 32, 32, 4096, 64))
+    yield timed("then another tuned kernel, ms", "D128", dense(8, 16, 16, 2048, 128, causal=True))
     drawn = random.Random(SEED)  # noqa: S311 - shapes are no secrets
     for _ in range(UNTUNED):
         heads, group = drawn.choice((8, 16, 24, 32, 40)), drawn.choice((1, 2, 4, 8))
         shape = (
             drawn.choice((1, 2, 3, 6)), heads, heads // group, drawn.randint(200, 9000),
-            drawn.choice((64, 80, 96, 128, 256)),
+            drawn.choice((32, 64, 80, 96, 128, 160, 192, 256)),
         )  # fmt: skip
         causal = drawn.choice((False, True))
         case = f"b{shape[0]} h{shape[1]}x{shape[2]} s{shape[3]} d{shape[4]}{' causal' if causal else ''}"
-        yield timed("then an untuned plain shape", case, dense(*shape, causal=causal))
+        yield timed("then an untuned plain shape, ms", case, dense(*shape, causal=causal))
 
 
 def training() -> Iterator[Row]:
@@ -188,14 +198,18 @@ def training() -> Iterator[Row]:
     started()
     import flashtune.api.attention  # noqa: F401
 
-    yield timed("first forward and backward", "", dense(8, 16, 16, 2048, 128, causal=True, grad=True))
+    yield timed("first forward and backward, ms", "", dense(8, 16, 16, 2048, 128, causal=True, grad=True))
 
 
 def feature(name: str) -> Iterator[Row]:
     """The first call with a feature."""
     started()
+    import flashtune.api.attention
+    import flashtune.api.paged
+    import flashtune.api.varlen  # noqa: F401
+
     call = FEATURES[name]()
-    yield timed("first call with a feature", name, call)
+    yield timed("first call with a feature, ms", name, call)
 
 
 def process(name: str) -> Iterator[Row]:
@@ -213,10 +227,11 @@ def process(name: str) -> Iterator[Row]:
         torch.nn.functional.scaled_dot_product_attention(q, k, k, is_causal=True, enable_gqa=True)
     torch.cuda.synchronize()
     seconds = time.perf_counter() - start
-    yield "import to first result", name, 1e3 * seconds, compiled() if name == "flashtune" else 0
+    count = compiled() if name == "flashtune" else 0
+    yield f"import of {name} to its first result, ms", "", 1e3 * seconds, count
 
 
-def model() -> Iterator[Row]:
+def model(*, grad: bool) -> Iterator[Row]:
     """A model of the size of Llama 3.2 1B in torch, until flashtune serves every call of attention."""
     torch = started()
     nn = torch.nn
@@ -237,18 +252,17 @@ def model() -> Iterator[Row]:
             return x + self.down(nn.functional.silu(gate) * up)
 
     layers = nn.Sequential(*(Layer() for _ in range(LAYERS))).to("cuda", torch.bfloat16)
-    for name, grad in (("forward", False), ("training", True)):
-        x = torch.randn(2, 2048, 2048, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(2, 2048, 2048, device="cuda", dtype=torch.bfloat16)
 
-        def step(x: Any = x, grad: bool = grad) -> None:
-            with torch.set_grad_enabled(grad):
-                out = layers(x)
-                if grad:
-                    out.sum().backward()
-            torch.cuda.synchronize()
+    def step() -> None:
+        with torch.set_grad_enabled(grad):
+            out = layers(x)
+            if grad:
+                out.sum().backward()
+        torch.cuda.synchronize()
 
-        step()
-        yield _served(name, step)
+    step()
+    yield _served("training" if grad else "inference", step)
 
 
 def _served(name: str, step: Call) -> Row:
@@ -259,24 +273,18 @@ def _served(name: str, step: Call) -> Row:
     integration.activate()
     from flashtune.runtime.session import SESSION
 
-    known = set(SESSION.entries)
-    steps, seconds = 0, 0.0
-    while True:
-        entries = [entry for key, entry in SESSION.entries.items() if key not in known]
-        decided = bool(entries) and all(entry.passes or entry.is_refused for entry in entries)
-        if decided or steps == MAX_STEPS:
-            break
+    steps, seconds, decided = 0, 0.0, False
+    while not decided and steps < MAX_STEPS:
         step()
         steps += 1
         seconds = time.perf_counter() - start
+        entries = [*SESSION.entries.values()]
+        decided = bool(entries) and all(entry.passes or entry.is_refused for entry in entries)
     refused = sum(entry.is_refused for entry in entries)
-    case = f"{name}: {steps} steps, {refused} of {len(entries)} kinds go to SDPA"
-    return (
-        "model of 1B until flashtune serves, s",
-        case if decided else f"{name}: not decided",
-        seconds,
-        compiled(),
+    words = (
+        f"{steps} steps, {refused} of {len(entries)} kinds of calls go to SDPA" if decided else "not decided"
     )
+    return f"model of 1B, {name}, until all calls are served, s", words, seconds, compiled()
 
 
 def bare() -> Iterator[Row]:
@@ -298,18 +306,22 @@ def bare() -> Iterator[Row]:
         assert torch.isfinite(paged(16, 32, 8, 8192, 128)()).all()
         assert torch.isfinite(packed(24, 32, 8, 8192, 128, 32768)()).all()
     ours = [str(warning.message) for warning in seen if "flashtune" in str(warning.category)]
-    yield "without Triton, gcc and HOME, warnings", "; ".join(ours), len(ours), compiled()
+    yield "warnings without Triton, a C compiler and a home folder", "; ".join(ours), len(ours), compiled()
 
 
 def memory() -> Iterator[Row]:
-    """The memory that an open bundle and its kernels use on the host and on the GPU."""
+    """The size of the bundle, and the memory that it and its kernels use on the host and on the GPU."""
     torch = started()
     import flashtune.api.attention
     import flashtune.launch.bundle_binding  # noqa: F401
     from flashtune.dispatch.platform import PLATFORM
+    from flashtune.launch.bundles import bundle_paths
 
+    path = next(iter(bundle_paths(10 * torch.cuda.get_device_capability()[0], None)), None)
+    if path is not None and path.is_file():  # not the null device
+        yield "size of the bundle, MB", "", path.stat().st_size / 1e6, 0
     PLATFORM.records(PLATFORM.target(torch.device("cuda")).name)
-    shapes = {"bundle and first kernel": (1, 32, 8, 4096, 128), "one kernel more": (4, 32, 32, 4096, 64)}
+    shapes = {"bundle and first kernel": (1, 32, 8, 4096, 128), "next kernel": (4, 32, 32, 4096, 64)}
     for name, shape in shapes.items():
         call = dense(*shape, causal=True)
         torch.cuda.empty_cache()
@@ -317,8 +329,9 @@ def memory() -> Iterator[Row]:
         call()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
-        yield "memory, MB", f"{name}, host", (_resident() - host) / 1e6, compiled()
-        yield "memory, MB", f"{name}, GPU", (free - torch.cuda.mem_get_info()[0]) / 1e6, compiled()
+        on_gpu = free - torch.cuda.mem_get_info()[0]
+        yield f"memory of the {name}, host, MB", "", (_resident() - host) / 1e6, compiled()
+        yield f"memory of the {name}, GPU, MB", "", on_gpu / 1e6, compiled()
 
 
 def _resident() -> int:
@@ -332,7 +345,8 @@ SCENARIOS: dict[str, Callable[[], Iterator[Row]]] = {
     "training": training,
     "memory": memory,
     "bare": bare,
-    "model": model,
+    "model inference": lambda: model(grad=False),
+    "model training": lambda: model(grad=True),
     "process flashtune": lambda: process("flashtune"),
     "process torch": lambda: process("torch"),
     **{f"feature {name}": lambda name=name: feature(name) for name in FEATURES},  # type: ignore[misc]
@@ -362,23 +376,36 @@ def run(name: str, environment: dict[str, str]) -> list[Row]:
 
 
 def summary(rows: list[Row]) -> Iterator[tuple[str, str, str, str]]:
-    """Yields lines of the figures: the median and the worst row of each."""
+    """Yields lines of the figures: the median and the worst row of each, and the kernels compiled."""
+    medians = {}
     for figure in dict.fromkeys(row[0] for row in rows):
         own = [row for row in rows if row[0] == figure]
-        numbers = [row[2] for row in own]
+        medians[figure] = statistics.median(row[2] for row in own)
         worst = max(own, key=lambda row: row[2])
-        yield (
-            figure, f"{statistics.median(numbers):.1f}", f"{worst[2]:.1f} {worst[1]}",
-            str(sum(row[3] for row in own)),
-        )  # fmt: skip
-    times = {
-        name: statistics.median(
-            [row[2] for row in rows if row[:2] == ("import to first result", name)] or [0.0]
-        )
-        for name in ("flashtune", "torch")
-    }
-    if times["torch"]:
-        yield "import to first result over torch's", f"{times['flashtune'] / times['torch']:.2f}", "", ""
+        count = str(sum(row[3] for row in own))
+        yield figure, _number(medians[figure]), f"{_number(worst[2])} {worst[1]}".strip(), count
+    ours, theirs = (
+        medians.get(f"import of {name} to its first result, ms") for name in ("flashtune", "torch")
+    )
+    if ours and theirs:
+        yield "import to first result, flashtune over torch", _number(ours / theirs), "", ""
+
+
+def _number(value: float) -> str:
+    return f"{value:.1f}" if value >= 10.0 else f"{value:.2f}"
+
+
+def texts(runs: Sequence[Saved[list[Row]]] | None = None) -> dict[str, str]:
+    """Returns the table of saved runs with and without a bundle, by name."""
+    from benchmarks.saved import RESULTS, load, run_of
+    from flashtune.tuner.cli.output import table
+
+    bundled, compiling = runs or [load(RESULTS / name, list[Row]) for name in SAVED]
+    others = {figure: median for figure, median, *_ in summary(compiling.rows)}
+    heads = "figure", "with a bundle, median", "worst", "kernels compiled", "without a bundle, median"
+    lines = table(heads, ((*line, others.get(line[0], "")) for line in summary(bundled.rows)))
+    where = run_of(bundled.source, f", driver {bundled.source.driver}")
+    return {"first-call": "\n".join((f"{where}, new processes with empty caches:", "", *lines))}
 
 
 def main() -> None:
@@ -396,24 +423,22 @@ def main() -> None:
         print(MARK + json.dumps(list(SCENARIOS[options.one]())))
         return
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": ""}
+    # An installation has the modules' bytecode.
+    subprocess.run([sys.executable, "-m", "compileall", "-q", "flashtune"], cwd=ROOT, check=True)
     if options.bundle:
         environment["FLASHTUNE_BUNDLE"] = str(options.bundle.resolve())
     if options.none:
         environment["FLASHTUNE_BUNDLE"] = os.devnull
     rows: list[Row] = []
-    for name in SCENARIOS:
-        if not name.startswith(options.only) or (options.none and name == "bare"):
-            continue
-        for _ in range(PROCESSES if name.startswith("process") else 1):
-            rows += run(name, environment)
-            print(
-                *(
-                    f"  {figure} | {case} | {number:.1f} | {count}"
-                    for figure, case, number, count in rows[-1:]
-                ),
-                flush=True,
-            )
-    print("figure (ms) | median | worst | kernels compiled")
+    for number in range(PROCESSES):
+        for name in SCENARIOS if number == 0 else REPEATED:
+            if not name.startswith(options.only) or (options.none and name == "bare"):
+                continue
+            own = run(name, environment)
+            rows += own
+            print(*(" | ".join(("", row[0], row[1], f"{row[2]:.1f}", str(row[3]))) for row in own), sep="\n")
+            sys.stdout.flush()
+    print("figure | median | worst | kernels compiled")
     for line in summary(rows):
         print(*line, sep=" | ")
     if options.save:
