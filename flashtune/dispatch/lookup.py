@@ -6,7 +6,7 @@ shapes, and a family's default config.
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import msgspec
 
@@ -23,7 +23,7 @@ from flashtune.core.record import (
     VerificationStatus,
 )
 from flashtune.core.target import Target
-from flashtune.dispatch.forecast import forecast, forecast_related, untimed
+from flashtune.dispatch.forecast import BUNDLED_MARGIN, forecast, forecast_related, untimed
 from flashtune.dispatch.nearest import (
     DECODING_FAMILY,
     FEW_QUERIES,
@@ -58,6 +58,8 @@ FLOAT32_BACKWARD = "backward_fused"
 # With block masks of 128, tuned kernels of `forward_masked` took 1.3 to 1.4 times as long as estimated,
 # relative to those of `forward_hopper`. Measured at three shapes on an H100 and an H200.
 PORTABLE_BLOCKS, PORTABLE_FACTOR = 128, 1.3
+# The shape of prompts with features in bundles.
+BUNDLED_EXTENTS = {"heads": 32, "kv_heads": 8, "batch": 2, "seqlen_q": 2048, "seqlen_kv": 2048}
 
 
 def select(
@@ -100,7 +102,24 @@ def select(
             assert record.config is not None
             record = untimed(msgspec.structs.replace(record, problem=problem), record.config)
         return _selected(record, "estimated", VerificationStatus.VERIFIED, why)
-    return default_selection(problem, target, specialization)
+    default = default_selection(problem, target, specialization)
+    return default if bundles is None else _bundled_default(default, target, is_bundled)
+
+
+def _bundled_default(default: Selection, target: Target, is_bundled: Callable[[Record], bool]) -> Selection:
+    """Returns a default selection with the config of the bundles' shape if that is about as fast.
+
+    The default configs of a family differ between shapes. Bundles have that of one shape.
+    """
+    record = default.record
+    family = find_family(record.family)
+    config = family.default(msgspec.structs.replace(record.problem, **BUNDLED_EXTENTS), target)
+    other = msgspec.structs.replace(record, config=config)
+    if is_bundled(record) or not is_bundled(other):
+        return default
+    own_ms, other_ms = (family.makespan_ms(record.problem, each.config, target) for each in (record, other))
+    is_near = other_ms <= (1 + BUNDLED_MARGIN) * own_ms
+    return msgspec.structs.replace(default, record=other) if is_near else default
 
 
 def _selected(

@@ -1,15 +1,17 @@
 """Builds bundles of the kernels that dispatch chooses for calls."""
 
+import functools
 import random
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 import torch
 from pebble import ProcessExpired
 
-from flashtune.bundle.bundle_file import Bundle, with_both
+from flashtune.bundle.bundle_file import Bundle, open_bundle, with_both
 from flashtune.bundle.records import Entry, Receipt
 from flashtune.core.errors import BundleError, FlashtuneError, MachineError
 from flashtune.core.kernel import Alignment, Specialization
@@ -19,7 +21,7 @@ from flashtune.core.target import Target
 from flashtune.db.codec import Check
 from flashtune.db.machine_receipts import load_receipts
 from flashtune.db.table import TunedTable
-from flashtune.dispatch.lookup import select
+from flashtune.dispatch.lookup import BUNDLED_EXTENTS, select
 from flashtune.dispatch.tables import Tables
 from flashtune.dispatch.versions import current_versions
 from flashtune.launch.binding import compile_binary
@@ -35,12 +37,14 @@ from flashtune.tuner.workloads.shapes import parse_shape
 
 # Shapes of the kernels that untuned problems take: widths, types and single features.
 WIDTHS = "head_dim=32|64|80|96|128|160|192|256"
-PREFILL = f"heads=32,kv_heads=8,batch=2,seqlen=2048,{WIDTHS},causal=none|bottom_right"
+EXTENTS = ",".join(f"{name}={extent}" for name, extent in BUNDLED_EXTENTS.items())
+PREFILL = f"{EXTENTS},{WIDTHS},causal=none|bottom_right"
 DECODE = f"heads=32,kv_heads=8,batch=16,seqlen_q=1,seqlen_kv=4096,{WIDTHS},dtype=bf16|fp16|fp32"
 # Values of features for a prefill or gradients, and for decoding.
 PREFILL_FEATURES = (
     "", "window=1023", "softcap", "alibi", "bias=additive", "bias=boolean", "sinks", "prefix", "chunk=512",
     "block_mask=128", "packed=8192", "kv_lengths", "dropout", "deterministic",
+    "block_mask=128,block_lists=group",
 )  # fmt: skip
 DECODE_FEATURES = ("", "page_size=16", "page_size=64", "page_size=256", "kv_lengths")
 # Random shapes of each width. The configs of untuned shapes depend on lengths and on the numbers of heads.
@@ -106,7 +110,7 @@ def build(
     target: Target,
     tables: Tables,
     evidence: Iterable[TunedTable] = (),
-    base: Bundle | None = None,
+    base: Path | None = None,
     watch: Watch = lambda phase, done, total: None,
 ) -> Built:
     """Returns the kernels that dispatch chooses for calls, compiled on all cores.
@@ -116,7 +120,7 @@ def build(
         target: The GPU.
         tables: The tables of dispatch.
         evidence: Tables whose receipts hold for kernels of the installed compiler.
-        base: A bundle whose kernels of the installed compiler are taken as they are.
+        base: The file of a bundle whose kernels of the installed compiler are taken as they are.
         watch: Called with the progress of compilation.
 
     Raises:
@@ -138,22 +142,14 @@ def build(
     compilers, receipts = _compilers(), _receipts(evidence)
     entries: dict[str, Entry] = {}
     codes: dict[str, bytes] = {}
-    missing = {}
-    for recipe, compiled in chosen.items():
-        entry = base and base.entry_of_recipe(recipe)
-        if base and entry and (entry.triton, entry.ptxas) == compilers:
-            entries[entry.kernel] = entry
-            codes |= {stage.code: base.code(stage.code) for stage in entry.stages}
-        else:
-            missing[recipe] = compiled
-    for recipe, made, its_codes, failed in _compiled(missing, target, compilers[1], watch):
+    for recipe, made, its_codes, failed in _compiled(chosen, target, compilers, base, watch):
         if made is None:
-            record = missing[recipe][0]
+            record = chosen[recipe][0]
             left_out.append(f"{record.family} for {record.problem.key}: {failed}")
             continue
         passed = sorted(receipts.get(made.kernel, {}).items())
         bound = tuple(Receipt(made.machine, *where, check.verdict) for where, check in passed)
-        entry = msgspec.structs.replace(made, receipts=bound)
+        entry = msgspec.structs.replace(made, receipts=(*made.receipts, *bound))
         entries[entry.kernel] = with_both(entries.get(entry.kernel, entry), entry)
         codes |= its_codes
     for dtype in CLEARED if any(record.problem.packed for record, _ in chosen.values()) else ():
@@ -166,16 +162,18 @@ def build(
 
 
 def _compiled(
-    missing: Mapping[str, tuple[Record, Specialization]], target: Target, ptxas: str, watch: Watch
+    chosen: Mapping[str, tuple[Record, Specialization]],
+    target: Target,
+    compilers: tuple[str, str],
+    base: Path | None,
+    watch: Watch,
 ) -> Iterator[tuple[str, Entry | None, dict[str, bytes], str]]:
     """Yields for each recipe its entry and machine code, or why there are none. Compiles on all cores."""
-    if not missing:
-        return
-    workers = Workers(min(len(missing), available_cpus()))
+    workers = Workers(max(1, min(len(chosen), available_cpus())))
     try:
         jobs = {
-            recipe: workers.schedule(compile_entry, (record, specialization, target, ptxas), COMPILE_SECONDS)
-            for recipe, (record, specialization) in missing.items()
+            recipe: workers.schedule(compile_entry, (*made, target, compilers, base), COMPILE_SECONDS)
+            for recipe, made in chosen.items()
         }
         for done, (recipe, job) in enumerate(jobs.items()):
             watch("compiling", done, len(jobs))
@@ -193,11 +191,24 @@ def _compiled(
 
 
 def compile_entry(
-    record: Record, specialization: Specialization, target: Target, ptxas: str
+    record: Record,
+    specialization: Specialization,
+    target: Target,
+    compilers: tuple[str, str],
+    base: Path | None = None,
 ) -> tuple[Entry, dict[str, bytes]]:
-    """Returns the entry of a record's kernel and its machine code, compiled in this process."""
+    """Returns the entry of a record's kernel and its machine code, of a base or compiled in this process."""
     kernel = kernel_of(record, specialization)
-    return entry_of(kernel, record.problem, compile_binary(kernel, target), ptxas)
+    bundle = _opened(base) if base else None
+    entry = bundle and bundle.entry(kernel.digest)
+    if bundle and entry and (entry.triton, entry.ptxas) == compilers:
+        return entry, {stage.code: bundle.code(stage.code) for stage in entry.stages}
+    return entry_of(kernel, record.problem, compile_binary(kernel, target), compilers[1])
+
+
+@functools.cache
+def _opened(path: Path) -> Bundle:
+    return open_bundle(path)
 
 
 def _with_receipt(entry: Entry, receipt: Receipt | None) -> Entry:

@@ -111,11 +111,11 @@ def build_bundle(
     """Compile kernels for a GPU into one file. No GPU is needed.
 
     The kernels are those that dispatch would choose for the named shapes and tables. By default, they are
-    those of the shipped table, and of untuned shapes with each head dim, type and single feature. Receipts of
-    tables are kept for kernels that the installed Triton compiled, and those of `db/receipts` for equal
-    machine code.
+    those of the shipped table, and of untuned shapes with each head dim, type and single feature. They get
+    the receipts of `db/receipts` for the same machine code.
 
-    Two builds by the same Triton give the same bytes.
+    Two builds by the same Triton give the same bytes, except for some float32 kernels whose machine code
+    Triton does not reproduce.
     """
     from flashtune.bundle.bundle_file import open_bundle
     from flashtune.db.table import load_table, shipped_table
@@ -123,6 +123,8 @@ def build_bundle(
     from flashtune.tuner.tables.warm import calls_of, tables_with
 
     del device  # Nothing runs on a GPU.
+    if base:
+        open_bundle(base)  # Reports errors before the work.
     tables = [*map(load_table, table_files)]
     for table in tables:
         if table.target != target.name:
@@ -135,14 +137,7 @@ def build_bundle(
     if not problems and not tables:
         calls = [*(call for table in shipped for call in table_calls(table)), *coverage_calls()]
     with progress_bars() as bars:
-        built = build(
-            calls,
-            target,
-            tables_with(target, tables),
-            (*shipped, *tables),
-            open_bundle(base) if base else None,
-            bars,
-        )
+        built = build(calls, target, tables_with(target, tables), base=base, watch=bars)
     for sentence in built.left_out:
         note(f"left out: {sentence}")
     if not built.entries:
