@@ -14,7 +14,7 @@ the same machine code.
 
 import argparse
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -48,9 +48,18 @@ class Comparison(msgspec.Struct, frozen=True):
 def texts() -> dict[str, str]:
     """The table of the saved runs, by name."""
     source = sources()[str(SAVED[0].relative_to(ROOT))]
-    first, *others = [[read_report(content(path), path.name)] for path in SAVED]
     heading = f"On an {source.gpu} (torch {source.torch}):"
-    return {"tritons": "\n".join((heading, "", *lines(first, others)))}
+    return {"tritons": "\n".join((heading, "", *lines_of(SAVED)))}
+
+
+def lines_of(paths: Iterable[Path]) -> Iterator[str]:
+    """The lines of the table of saved runs, of which the first is of the version to compare with."""
+    runs: dict[str, list[BenchRun]] = {}
+    for path in paths:
+        run = read_report(content(path), path.name)
+        runs.setdefault(triton_of(run), []).append(run)
+    first, *others = runs.values()
+    return lines(first, others)
 
 
 def lines(first: Sequence[BenchRun], others: Sequence[Sequence[BenchRun]]) -> Iterator[str]:
@@ -125,12 +134,7 @@ def main() -> None:
     """Prints the table of saved runs."""
     parser = argparse.ArgumentParser(description="Compares runs under several versions of Triton.")
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="runs that flashtune bench saved")
-    runs: dict[str, list[BenchRun]] = {}
-    for path in parser.parse_args().files:
-        run = read_report(content(path), path.name)
-        runs.setdefault(triton_of(run), []).append(run)
-    first, *others = runs.values()
-    print(*lines(first, others), sep="\n")
+    print(*lines_of(parser.parse_args().files), sep="\n")
 
 
 if __name__ == "__main__":
