@@ -14,7 +14,7 @@ import msgspec
 
 from flashtune.core.errors import TableError
 from flashtune.core.files import read_bounded
-from flashtune.core.record import Digest, Measurement, Record, ShortText, Versions
+from flashtune.core.record import Record
 from flashtune.core.target import TargetName, names_gpu
 from flashtune.db.codec import (
     UNDECODABLE,
@@ -26,23 +26,15 @@ from flashtune.db.codec import (
 )
 from flashtune.db.eligibility import serves_any_tensors, why_not_selectable
 
-SCHEMA = 4
+SCHEMA = 5
 MAX_TABLE_BYTES = 64 * 1024 * 1024
 MAX_RECEIPTS = 100_000
 # The shipped tables are `tuned/<target>.json` in this package.
 PACKAGE = "flashtune.db"
 FOLDER = "tuned"
 
+_Receipts = Annotated[tuple[Check, ...], msgspec.Meta(max_length=MAX_RECEIPTS)]
 _TARGET_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,99}")
-
-
-class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The time of a record's kernel under other versions than the record's."""
-
-    problem: ShortText  # The problem's key.
-    kernel: Digest
-    versions: Versions  # The versions of the measurement.
-    measurement: Measurement  # The time, with those of baselines in the same run.
 
 
 class TunedTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -54,10 +46,10 @@ class TunedTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     schema: int = SCHEMA  # The layout's number.
     target: TargetName  # Name of the GPU.
     records: tuple[Record, ...]  # In any order; tables are written in the order of the problems.
-    # Passes on the GPU of the records' kernels under further versions, and of the same kernels with (or
-    # without) the log-sum-exp. A kernel has one receipt for each set of versions.
+    # Passes on the GPU of sources under a Triton, `source_receipts` in a file: of the records' kernels under
+    # further versions, and of the same kernels with (or without) the log-sum-exp. A kernel has one for each
+    # set of versions.
     receipts: tuple[Check, ...] = ()
-    times: tuple[Timing, ...] = ()  # Times of the records' kernels under further versions.
 
 
 class _Head(msgspec.Struct, frozen=True):
@@ -70,8 +62,15 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     schema: int
     target: TargetName
     records: list[msgspec.Raw]
-    receipts: Annotated[tuple[Check, ...], msgspec.Meta(max_length=MAX_RECEIPTS)] = ()
-    times: Annotated[tuple[Timing, ...], msgspec.Meta(max_length=MAX_RECEIPTS)] = ()
+    source_receipts: _Receipts = ()
+
+
+class _Schema4(_File, frozen=True, forbid_unknown_fields=True):
+    source_receipts: _Receipts = msgspec.field(default=(), name="receipts")
+    times: tuple[msgspec.Raw, ...] = ()  # Times under other versions, which are not used.
+
+
+_FILES: dict[int, type[_File]] = {4: _Schema4, SCHEMA: _File}
 
 
 def load_table(path: str | Path) -> TunedTable:
@@ -98,17 +97,17 @@ def _decoded(raw: bytes, where: str) -> TunedTable:
         )
     try:
         schema = msgspec.json.decode(raw, type=_Head).schema
-        if schema != SCHEMA:
+        if schema not in _FILES:
             raise TableError(
-                f"{where} has table schema {schema} and this flashtune reads schema {SCHEMA}: search again, "
-                "or export a table with this version"
+                f"{where} has table schema {schema} and this flashtune reads schemas 4 and {SCHEMA}: search "
+                "again, or export a table with this version"
             )
-        file = msgspec.json.decode(raw, type=_File)
+        file = msgspec.json.decode(raw, type=_FILES[schema])
     except UNDECODABLE as error:
         raise TableError(f"{where} is not a tuned table ({brief(error)}): export it again") from error
     entries = map(bytes, file.records)
     records = tuple(_record(entry, f"{where}, record {at}") for at, entry in enumerate(entries, 1))
-    return TunedTable(target=file.target, records=records, receipts=file.receipts, times=file.times)
+    return TunedTable(target=file.target, records=records, receipts=file.source_receipts)
 
 
 def dump_table(table: TunedTable) -> bytes:
@@ -116,15 +115,14 @@ def dump_table(table: TunedTable) -> bytes:
     check_table(table, "the table")
     lists = {
         "records": [_block(record) for record in _ordered(table)],
-        "receipts": _lines(table.receipts),
-        "times": _lines(table.times),
+        "source_receipts": _lines(table.receipts),
     }
     parts = [f'  "schema": {table.schema}', f'  "target": {_text(table.target)}']
     parts += [f'  "{name}": {_list(items)}' for name, items in lists.items() if items or name == "records"]
     return ("{\n" + ",\n".join(parts) + "\n}\n").encode()
 
 
-def _lines(items: Iterable[Check | Timing]) -> list[str]:
+def _lines(items: Iterable[Check]) -> list[str]:
     """Returns one item a line, sorted."""
     return sorted(f"    {msgspec.json.encode(item).decode()}" for item in items)
 
@@ -136,7 +134,7 @@ def _list(items: list[str]) -> str:
 def table_hash(table: TunedTable) -> str:
     """Returns a hash over the table's content, 32 hex digits, for any layout and order of records."""
     head = f"{table.schema} {_text(table.target)}".encode()
-    evidence = (line.encode() for line in (*_lines(table.receipts), *_lines(table.times)))
+    evidence = (line.encode() for line in _lines(table.receipts))
     return fingerprint(b"\n".join((head, *(encode_record(record) for record in _ordered(table)), *evidence)))
 
 
@@ -187,12 +185,6 @@ def check_table(table: TunedTable, where: str) -> None:
                 f"{where}, receipt {position} cannot be used: an earlier receipt has the same kernel"
             )
         proven.add(identity)
-    kernels = {(record.problem.key, record.kernel) for record in table.records}
-    for position, timing in enumerate(table.times, start=1):
-        if (timing.problem, timing.kernel) not in kernels or not timing.measurement.samples:
-            raise TableError(
-                f"{where}, time {position} cannot be used: it is not a measured time of a record"
-            )
 
 
 def _ordered(table: TunedTable) -> list[Record]:

@@ -14,7 +14,6 @@ from flashtune.core.notices import warn_once
 from flashtune.core.problem import Causal, Problem
 from flashtune.core.record import Outcome, Provenance, Record
 from flashtune.db.eligibility import by_problem, serves_any_tensors
-from flashtune.dispatch.versions import current_versions
 
 
 class Tables(msgspec.Struct, frozen=True):
@@ -73,13 +72,12 @@ def same_computation(problem: Problem) -> tuple[Problem, ...]:
 @functools.cache
 def tuned_records(target_name: str) -> Tables:
     """Returns the tables of a GPU. A database that cannot be read counts as empty and causes a warning."""
-    from flashtune.db.evidence import under
     from flashtune.db.table import shipped_table
 
     shipped = shipped_table(target_name)
     return Tables(
         database=by_problem(filter(_may_serve, _selected(target_name))),
-        shipped=by_problem(filter(_may_serve, under(shipped, current_versions) if shipped else ())),
+        shipped=by_problem(filter(_may_serve, shipped.records if shipped else ())),
     )
 
 

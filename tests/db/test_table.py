@@ -105,8 +105,8 @@ def refused(raw: bytes, reason: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"schema": 3}, "has table schema 3 and this flashtune reads schema 4: search again, or export"),
-        ({"schema": 5}, "has table schema 5 and this flashtune reads schema 4: search again, or export"),
+        ({"schema": 3}, "has table schema 3 and this flashtune reads schemas 4 and 5: search again"),
+        ({"schema": 6}, "has table schema 6 and this flashtune reads schemas 4 and 5: search again"),
         ({"schema": "1"}, "is not a tuned table"),
         ({"surprise": 1}, "unknown field `surprise`"),
         (
@@ -136,7 +136,7 @@ def test_malformed_record_is_refused(table: TunedTable, changes: dict[str, Any],
     refused(with_record(table, **changes), f"record 1.*{reason}")
 
 
-@pytest.mark.parametrize("raw", [b"", b"[]", b"nothing", b"\xff\xfe", b"[" * 100_000, b'{"schema": 4}'])
+@pytest.mark.parametrize("raw", [b"", b"[]", b"nothing", b"\xff\xfe", b"[" * 100_000, b'{"schema": 5}'])
 def test_file_that_is_not_a_table_is_refused(raw: bytes) -> None:
     refused(raw, "is not a tuned table")
 

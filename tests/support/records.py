@@ -14,7 +14,7 @@ from flashtune.core.problem import Problem
 from flashtune.core.record import Measurement, Outcome, PeerTime, Provenance, Record, Verdict, Versions
 from flashtune.core.target import find_target
 from flashtune.db.codec import Check
-from flashtune.db.table import Timing, TunedTable, dump_table, shipped_table
+from flashtune.db.table import TunedTable, dump_table, shipped_table
 from flashtune.dispatch.versions import current_versions
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
@@ -96,10 +96,8 @@ def make_record(
     return msgspec.structs.replace(record, **changes)
 
 
-def write_table(
-    path: Path, *records: Record, receipts: tuple[Check, ...] = (), times: tuple[Timing, ...] = ()
-) -> Path:
+def write_table(path: Path, *records: Record, receipts: tuple[Check, ...] = ()) -> Path:
     """Writes a table of records of one GPU, and returns its path."""
-    table = TunedTable(target=records[0].target, records=records, receipts=receipts, times=times)
+    table = TunedTable(target=records[0].target, records=records, receipts=receipts)
     path.write_bytes(dump_table(table))
     return path

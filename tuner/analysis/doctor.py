@@ -221,8 +221,8 @@ def database(db: str | None) -> Finding:
 def shipped(target: Target) -> Finding:
     """Returns whether a tuned table ships for the target, and how many of its kernels dispatch must check."""
     from flashtune.db.table import shipped_table
+    from flashtune.dispatch.platform import PLATFORM
     from flashtune.tuner.tables.listing import standing
-    from flashtune.tuner.tables.lookup import shipped_records
 
     name = "shipped table"
     try:
@@ -233,16 +233,17 @@ def shipped(target: Target) -> Finding:
         return Finding(
             name, Level.WARN, f"none for {target.name}", "run flashtune search for the shapes in use"
         )
-    records = tuple(shipped_records(table))
-    shapes = {entry.record.problem for entry in records}
-    kernels = {entry.record.kernel for entry in records} - {None}
+    records = table.records
+    shapes = {record.problem for record in records}
+    kernels = {record.kernel for record in records} - {None}
     unproven = {
-        entry.record.kernel
-        for entry in records
-        if standing(entry.record, entry.has_receipt is True) is VerificationStatus.UNPROVEN
+        record.kernel
+        for record in records
+        if standing(record) is VerificationStatus.UNPROVEN
+        and PLATFORM.bundles.find(record, record.specialization, target) is None
     }
     summary = f"{len(shapes)} shapes for {target.name} with {len(kernels)} kernels"
-    here = current_versions(records[0].record.family) if records else None
+    here = current_versions(records[0].family) if records else None
     if not unproven or here is None:
         return Finding(name, Level.OK, f"{summary}, all verified")
     driver = "" if here.driver == NO_DRIVER else f" and driver {here.driver}"

@@ -32,7 +32,6 @@ from flashtune.core.record import (
 from flashtune.core.target import TARGETS, Target, canonical_name, device_target, names_gpu
 from flashtune.db.codec import BASELINES
 from flashtune.db.table import TunedTable
-from flashtune.dispatch.versions import current_versions
 from flashtune.templates.family import Family, unsupported_reason
 from flashtune.templates.registry import families, find_family, template_hash
 from flashtune.templates.rendering import render
@@ -65,18 +64,11 @@ def require_admissible(records: Iterable[Record], where: str) -> None:
 
 
 def require_sound_evidence(table: TunedTable, where: str) -> None:
-    """Raises if a receipt lacks probes, or if a time of a table's other versions is impossible."""
+    """Raises if a receipt of an installed template lacks probes."""
     templates = {template_hash(family.name) for family in families()}
     for position, receipt in enumerate(table.receipts, start=1):
         if receipt.versions.template in templates and (flaw := _probe_flaw(receipt.verdict)):
             raise TableError(f"{where}, receipt {position} cannot be used: it {flaw}")
-    records = {(record.problem.key, record.kernel): record for record in table.records}
-    for position, time in enumerate(table.times, start=1):
-        timed = msgspec.structs.replace(records[time.problem, time.kernel], measurement=time.measurement)
-        target = facts_of(timed)
-        reason = "" if target is None else _impossible_time(timed, target)
-        if reason:
-            raise TableError(f"{where}, time {position} cannot be used: {reason}")
 
 
 def why_refused(record: Record) -> str:
@@ -323,11 +315,10 @@ def is_stale(record: Record, digest: str) -> bool:
     return record.kernel != digest or record.versions.template != template_hash(record.family)
 
 
-def receipt_fault(record: Record, digest: str, same_triton: bool) -> str:
+def receipt_fault(record: Record, digest: str) -> str:
     """Returns why a record's receipt is invalid for a kernel; empty if it is valid.
 
-    `digest` is that of the kernel that renders here. With `same_triton`, a receipt of another Triton version
-    is stale.
+    `digest` is that of the kernel that renders here.
     """
     if record.verdict is None or never_verified(record):
         return "has no receipt: no GPU ever verified it"
@@ -337,7 +328,4 @@ def receipt_fault(record: Record, digest: str, same_triton: bool) -> str:
         return f"has a receipt of failure: {record.verdict.failed}"
     if is_stale(record, digest):
         return "has a stale receipt: the kernel that renders here is another than the one that was verified"
-    triton = current_versions(record.family).triton
-    if same_triton and record.versions.triton != triton:
-        return f"has a stale receipt: verified with Triton {record.versions.triton}, and here is {triton}"
     return ""

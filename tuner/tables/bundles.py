@@ -17,6 +17,7 @@ from flashtune.core.machine import ptxas_version, triton_version
 from flashtune.core.record import Record
 from flashtune.core.target import Target
 from flashtune.db.codec import Check
+from flashtune.db.machine_receipts import load_receipts
 from flashtune.db.table import TunedTable
 from flashtune.dispatch.lookup import select
 from flashtune.dispatch.tables import Tables
@@ -159,7 +160,9 @@ def build(
         entry, its_codes = tail_entry(dtype, target, ptxas_version())
         entries[entry.kernel] = entry
         codes |= its_codes
-    return Built([*entries.values()], codes, tuple(dict.fromkeys(left_out)))
+    by_machine = load_receipts(target.name)
+    proven = (_with_receipt(entry, by_machine.get(entry.machine)) for entry in entries.values())
+    return Built([*proven], codes, tuple(dict.fromkeys(left_out)))
 
 
 def _compiled(
@@ -195,6 +198,10 @@ def compile_entry(
     """Returns the entry of a record's kernel and its machine code, compiled in this process."""
     kernel = kernel_of(record, specialization)
     return entry_of(kernel, record.problem, compile_binary(kernel, target), ptxas)
+
+
+def _with_receipt(entry: Entry, receipt: Receipt | None) -> Entry:
+    return entry if receipt is None else with_both(entry, msgspec.structs.replace(entry, receipts=(receipt,)))
 
 
 def _receipts(tables: Iterable[TunedTable]) -> dict[str, dict[tuple[str, str], Check]]:

@@ -37,7 +37,7 @@ def list_selections(entries: Iterable[Found]) -> tuple[Listed, ...]:
                 entry,
                 tflops(record),
                 best_sdpa_ms(record),
-                standing(record, entry.has_receipt is True),
+                standing(record),
                 key in seen,
             )
         )
@@ -61,11 +61,10 @@ def best_sdpa_ms(record: Record) -> float | None:
     return min((peer.ms for peer in peers if peer.name.startswith(SDPA)), default=None)
 
 
-def standing(record: Record, has_receipt: bool = False) -> VerificationStatus:
+def standing(record: Record) -> VerificationStatus:
     """Returns the verification status of a record at its own shape, under the versions installed here.
 
-    The driver's version is not compared on a machine without a driver. `has_receipt` means that a table has a
-    receipt of its kernel under the versions here.
+    The driver's version is not compared on a machine without a driver.
     """
     if record.config is None:
         return (
@@ -73,15 +72,14 @@ def standing(record: Record, has_receipt: bool = False) -> VerificationStatus:
             if record.provenance is Provenance.MEASURED
             else VerificationStatus.UNPROVEN
         )
-    unproven = VerificationStatus.VERIFIED if has_receipt else VerificationStatus.UNPROVEN
     # Compare this first: reading the version of ptxas, as below, imports Triton.
     if record.versions.triton != triton_version():
-        return unproven
+        return VerificationStatus.UNPROVEN
     here = current_versions(record.family)
     if here.driver == NO_DRIVER:
         here = msgspec.structs.replace(here, driver=record.versions.driver)
     if not record.is_proven(here):
-        return unproven
+        return VerificationStatus.UNPROVEN
     return (
         VerificationStatus.TIMED if record.provenance is Provenance.MEASURED else VerificationStatus.VERIFIED
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -10,15 +9,13 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from flashtune.core.errors import TargetError
-from flashtune.core.record import Outcome, Record, Versions
+from flashtune.core.record import Outcome, Record
 from flashtune.core.target import TARGETS, find_target
 from flashtune.db.eligibility import by_problem
-from flashtune.db.evidence import under
 from flashtune.db.light.reader import open_reader
 from flashtune.db.location import database_url, describe, sqlite_path
 from flashtune.db.table import TunedTable, shipped_table
 from flashtune.dispatch.tables import Tables
-from flashtune.dispatch.versions import NO_DRIVER, current_versions
 
 if TYPE_CHECKING:
     from flashtune.core.problem import Problem
@@ -32,8 +29,6 @@ class Found(msgspec.Struct, frozen=True):
     source: str  # `database` or `shipped`.
     id: int = 0  # Its row in the database; 0 in a table.
     created_at: str = ""  # Time of storage, ISO 8601; empty in a table.
-    # Whether its table has a receipt of its kernel under the versions here; unset in a database.
-    has_receipt: bool | msgspec.UnsetType = msgspec.UNSET
 
 
 @contextmanager
@@ -57,7 +52,7 @@ def tables_of(target: str, db: str | None) -> Tables:
     shipped = shipped_table(target)
     return Tables(
         database=by_problem((*reader.selections(target), *reader.fallbacks(target)) if reader else ()),
-        shipped=by_problem(under(shipped, current_versions) if shipped else ()),
+        shipped=by_problem(shipped.records if shipped else ()),
     )
 
 
@@ -84,31 +79,8 @@ def database_selections(db: str | None) -> tuple[Found, ...]:
 
 
 def shipped_selections() -> tuple[Found, ...]:
-    """Returns the records of the shipped tables, with their verdicts and times for the versions here.
-
-    Dispatch uses the same ones. The driver's version is not compared on a machine without a driver.
-    """
-    return tuple(entry for table in shipped_tables() for entry in shipped_records(table))
-
-
-def shipped_records(table: TunedTable) -> Iterator[Found]:
-    """Yields the records of one shipped table as `shipped_selections` does."""
-    drivers = sorted({receipt.versions.driver for receipt in table.receipts})
-    places = [functools.partial(_versions_here, driver) for driver in drivers]
-    for versions_of in places:
-        table = msgspec.structs.replace(table, records=under(table, versions_of))
-    receipts = {(receipt.digest, receipt.versions.makers) for receipt in table.receipts}
-    for record in table.records:
-        has_receipt = record.kernel is not None and any(
-            (record.kernel, versions_of(record.family).makers) in receipts for versions_of in places
-        )
-        yield Found(record, "shipped", has_receipt=has_receipt)
-
-
-def _versions_here(driver: str, family: str) -> Versions:
-    """Returns the versions here, with the given driver if the machine has none."""
-    here = current_versions(family)
-    return msgspec.structs.replace(here, driver=driver) if here.driver == NO_DRIVER else here
+    """Returns the records of the shipped tables."""
+    return tuple(Found(record, "shipped") for table in shipped_tables() for record in table.records)
 
 
 def shipped_tables() -> tuple[TunedTable, ...]:

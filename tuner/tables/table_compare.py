@@ -10,11 +10,11 @@ from flashtune.core.errors import TableError, UsageError
 from flashtune.core.record import Measurement, Record
 from flashtune.core.target import Target
 from flashtune.db.eligibility import by_problem, serves_any_tensors
-from flashtune.db.table import Timing, TunedTable, dump_table
+from flashtune.db.table import TunedTable, dump_table
 from flashtune.dispatch.versions import current_versions
 from flashtune.tuner.candidates import Candidate
 from flashtune.tuner.tables.admission import digest_of
-from flashtune.tuner.tables.table_receipts import with_receipts
+from flashtune.tuner.tables.table_receipts import without_strays
 
 # A ratio may fall by this share before both kernels are timed again.
 LIMIT = 0.02
@@ -104,12 +104,11 @@ def retime_losses(lost: Iterable[Change], table: TunedTable) -> tuple[tuple[Reti
     """Times the kernels of losses on this machine's GPU; also returns the table with the faster ones.
 
     A problem that the table lost gets its old record. The new time of the faster kernel is stored in its
-    record if that has the versions here, else among the table's times. It is not stored if the record's
-    config renders another kernel here.
+    record if that has the versions here, and its config renders the same kernel.
     """
     lost = tuple(lost)
     records = {_place(record): record for record in table.records}
-    rows, times = [], []
+    rows = []
     gpu = _gpu(table) if any(change.new is not None for change in lost) else None
     for change in lost:
         if change.new is None or gpu is None:
@@ -129,16 +128,10 @@ def retime_losses(lost: Iterable[Change], table: TunedTable) -> tuple[tuple[Reti
         if faster.specialization != change.new.specialization:
             # Both were timed with the new record's specialization.
             continue
-        here = current_versions(faster.family)
-        if faster.versions.makers == here.makers:
+        if faster.versions.makers == current_versions(faster.family).makers:
             records[_place(faster)] = msgspec.structs.replace(faster, measurement=measurement)
-        else:
-            timing = Timing(
-                problem=change.problem, kernel=faster.kernel, versions=here, measurement=measurement
-            )
-            times.append(timing)
     merged = msgspec.structs.replace(table, records=tuple(records.values()))
-    return tuple(rows), dump_table(with_receipts(merged, (), (), times))
+    return tuple(rows), dump_table(without_strays(merged))
 
 
 def _gpu(table: TunedTable) -> tuple[Target, torch.device]:

@@ -59,7 +59,7 @@ def json_table(target: str, records: Iterable[Record], watch: Watch = unwatched)
 
 
 def table_file(table: TunedTable, watch: Watch = unwatched) -> bytes:
-    """Returns a table for `flashtune import`, with its receipts and times."""
+    """Returns a table for `flashtune import`, with its receipts."""
     require_admissible(_counted(table.records, f"checking {table.target}", watch), EXPORTED)
     require_sound_evidence(table, EXPORTED)
     return dump_table(table)

@@ -15,7 +15,7 @@ from flashtune.core.kernel import Kernel
 from flashtune.core.record import Measurement, Record, Resources, Verdict
 from flashtune.core.target import names_gpu
 from flashtune.db.codec import Check
-from flashtune.db.table import Timing, TunedTable
+from flashtune.db.table import TunedTable
 from flashtune.dispatch.masked_sdpa import timed_ways
 from flashtune.dispatch.versions import current_versions
 from flashtune.templates.registry import find_family
@@ -47,8 +47,8 @@ class OnGpu(msgspec.Struct, frozen=True):
     passed: tuple[tuple[Record, Check], ...] = ()
     # A check for each kernel that passed at the shapes of all its records.
     receipts: tuple[Check, ...] = ()
-    times: tuple[Timing, ...] = ()  # Times of the kernels of records under the versions here.
-    # Resources of kernels that differ from their records' kernels, by digest.
+    times: Mapping[Record, Measurement] = {}  # Times of the kernels of records under the versions here.
+    # Resources of timed kernels that differ from those of their records, by digest.
     resources: Mapping[str, Resources] = {}
 
 
@@ -86,7 +86,7 @@ def check_on_gpu(
 ) -> OnGpu:
     """Verifies the kernels of records on their GPU, and times those that passed.
 
-    The kernels of `subjects` compile. `index` is the GPU's on this machine. `table` has receipts and times to
+    The kernels of `subjects` compile. `index` is the GPU's on this machine. `table` has receipts to
     reuse, if they are of the versions here. With `timed`, also times kernels of records of other versions, or
     without times with shared masks.
     """
@@ -95,9 +95,7 @@ def check_on_gpu(
     results = _check(tasks, index, runs)
     own = {result.task.subject: result for result in results if result.is_own}
     right = [subject for subject in subjects if subject not in own or own[subject].failed == ""]
-    times, resources = _time(
-        [subject for subject in right if timed and _wants_time(subject, table)], index, runs
-    )
+    times, resources = _time([subject for subject in right if timed and _wants_time(subject)], index, runs)
     failures: dict[Subject, list[str | None]] = {subject: [] for subject in subjects}
     for result in results:
         failures[result.task.subject].append(result.failed)
@@ -115,19 +113,13 @@ def check_on_gpu(
             if result.check is not None and result.failed == ""
         ),
         receipts=_receipts(results),
-        times=tuple(
-            _timing(subject, measurement)
+        times={
+            subject.record: measurement
             for subject, (_, measurement) in times.items()
             if measurement is not None
-        ),
+        },
         resources=resources,
     )
-
-
-def _timing(subject: Subject, measurement: Measurement) -> Timing:
-    record, kernel = subject.record, subject.kernel.digest
-    versions = current_versions(record.family)
-    return Timing(problem=record.problem.key, kernel=kernel, versions=versions, measurement=measurement)
 
 
 def _tasks(subjects: list[Subject], table: TunedTable | None) -> list[_Task]:
@@ -233,14 +225,16 @@ def _receipts(results: list[_Result]) -> tuple[Check, ...]:
     return tuple(receipts)
 
 
-def _wants_time(subject: Subject, table: TunedTable | None) -> bool:
+def _wants_time(subject: Subject) -> bool:
     """Returns whether a record's kernel has no time under the versions here, or none with shared masks."""
-    record, here = subject.record, current_versions(subject.record.family)
-    if record.versions.builders == here.builders and not subject.renders_differently:
-        return _lacks_shared_times(record)
-    own = record.problem.key, subject.kernel.digest, here.makers
-    times = table.times if table is not None else ()
-    return all((timing.problem, timing.kernel, timing.versions.makers) != own for timing in times)
+    return _is_of_others(subject) or _lacks_shared_times(subject.record)
+
+
+def _is_of_others(subject: Subject) -> bool:
+    """Returns whether a record is of another kernel, Triton, ptxas or driver than those here."""
+    record = subject.record
+    here = subject.kernel.digest, current_versions(record.family).builders
+    return (record.kernel, record.versions.builders) != here
 
 
 def _lacks_shared_times(record: Record) -> bool:
@@ -253,14 +247,14 @@ def _time(
 ) -> tuple[dict[Subject, tuple[str | None, Measurement | None]], dict[str, Resources]]:
     """Times the kernels of records one after another, with no other job on the GPU.
 
-    Kernels that differ from their records' kernels are first compiled as in a search. They are timed only if
+    Kernels that differ from those of their records are first compiled as in a search. They are timed only if
     a search would launch them.
 
     Returns:
         Why each kernel was not timed, None if the run did not reach it, and its time; and, by digest, the
-        resources of kernels that differ from their records' kernels.
+        resources of kernels that differ from those of their records.
     """
-    changed = [subject for subject in subjects if subject.renders_differently]
+    changed = [subject for subject in subjects if _is_of_others(subject)]
     compiled = runs.run(
         "reading resources",
         lambda: start_pool(available_cpus()),
@@ -273,15 +267,7 @@ def _time(
         "timing",
         lambda: start_pool(1),
         verify_jobs.time_on_gpu,
-        {
-            subject: (
-                subject.record,
-                index,
-                subject.renders_differently or _lacks_shared_times(subject.record),
-            )
-            for subject in subjects
-            if lost.get(subject, "") == ""
-        },
+        {subject: (subject.record, index) for subject in subjects if lost.get(subject, "") == ""},
         verify_jobs.GPU_SECONDS,
     )
     times: dict[Subject, tuple[str | None, Measurement | None]] = {

@@ -95,7 +95,6 @@ def verify_records(
     *,
     gpu: tuple[int, Target] | None,
     require_gpu: bool = False,
-    same_triton: bool = False,
     allow_unproven: bool = False,
     table: TunedTable | None = None,
     timed: bool = False,
@@ -107,10 +106,9 @@ def verify_records(
         records: The table's records; baselines among them are only counted.
         gpu: Index and target of this machine's GPU; None without a GPU.
         require_gpu: Whether kernels fail that were not compared on this machine's GPU.
-        same_triton: Whether receipts of another Triton version fail.
         allow_unproven: Whether kernels pass that compile and fit, but were not verified on a GPU as they
             render here.
-        table: A table with receipts and times to reuse, if they are of the versions here.
+        table: A table with receipts to reuse, if they are of the versions here.
         timed: Whether to time kernels on this machine's GPU if their records are of other versions, or lack
             times with shared masks.
         runs: Runs the jobs. None means no time limit and no progress.
@@ -126,7 +124,7 @@ def verify_records(
     here = [subject for subject in fit if subject.record.target == name]
     on_gpu = check_on_gpu(here, gpu[0], runs, table, timed=timed) if gpu and here else OnGpu()
     interpreted = _interpret([subject for subject in fit if subject.record.target != name], runs)
-    checks = _Checks(unfit, on_gpu, interpreted, require_gpu, same_triton, allow_unproven)
+    checks = _Checks(unfit, on_gpu, interpreted, require_gpu, allow_unproven)
     results = [checks.result(*pair) for pair in zip(kernels, subjects, strict=True)]
     judged = tuple(result for result in results if result is not None)
     return Report(judged, len(listed) - len(kernels), len(results) - len(judged), on_gpu)
@@ -141,7 +139,6 @@ class _Checks(NamedTuple):
     # Failures in the interpreter by source; empty if the kernel passed.
     interpreted: Mapping[Hashable, str]
     require_gpu: bool  # As in `verify_records`, as the next ones.
-    same_triton: bool  # Whether receipts of another Triton version fail.
     allow_unproven: bool  # Whether kernels without a valid receipt pass.
 
     def result(self, record: Record, subject: Subject | str) -> Result | None:
@@ -172,7 +169,7 @@ class _Checks(NamedTuple):
         method = CheckMethod.RECEIPT if failed is None else CheckMethod.INTERPRETER
         if failed:
             return _result(record, subject.kernel, method, failed)
-        missing = receipt_fault(record, subject.kernel.digest, self.same_triton)
+        missing = receipt_fault(record, subject.kernel.digest)
         if not missing:
             return _result(record, subject.kernel, method, "", receipt_of(record))
         method = CheckMethod.NONE if failed is None else method

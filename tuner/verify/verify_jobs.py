@@ -56,11 +56,6 @@ class Subject(msgspec.Struct, frozen=True):
     target: Target
     kernel: Kernel
 
-    @property
-    def renders_differently(self) -> bool:
-        """Returns whether the record names another kernel."""
-        return self.kernel.digest != self.record.kernel
-
 
 class Interpretable(msgspec.Struct, frozen=True):
     """The inputs that determine a kernel in the interpreter."""
@@ -179,28 +174,22 @@ def read_compiled(kernel: Kernel, target: Target) -> Resources:
     return compiled.resources
 
 
-def time_on_gpu(record: Record, index: int, with_peers: bool) -> Measurement:
-    """Times a record's kernel on a GPU, with baselines in the same run if `with_peers` is set."""
+def time_on_gpu(record: Record, index: int) -> Measurement:
+    """Times a record's kernel on a GPU, with baselines in the same run."""
     import torch
 
     from flashtune.core.target import device_target
     from flashtune.tuner.candidates import Candidate
     from flashtune.tuner.execution.gpu_jobs import prepare
-    from flashtune.tuner.execution.inputs import make_tensors
-    from flashtune.tuner.execution.timed_runs import kernel_run, run_finals
-    from flashtune.tuner.execution.timing import clock_probe, measure
+    from flashtune.tuner.execution.timed_runs import run_finals
 
     assert record.config is not None
     prepare(index)
     device = torch.device("cuda", index)
     candidate, target = Candidate(record.family, record.config), device_target(index)
     with _whole_context(device):
-        if with_peers:
-            (measurement,) = run_finals(record.problem, (candidate,), record.specialization, target, device)
-            return measurement
-        tensors = make_tensors(record.problem, device, lse=record.specialization.lse)
-        run = kernel_run(record.problem, candidate, record.specialization, target, tensors)
-        return measure(run, device, throttled=clock_probe(index).is_throttled())
+        (measurement,) = run_finals(record.problem, (candidate,), record.specialization, target, device)
+    return measurement
 
 
 @contextlib.contextmanager

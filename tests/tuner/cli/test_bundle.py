@@ -8,13 +8,14 @@ import msgspec
 import pytest
 
 from flashtune.bundle.bundle_file import dump_bundle
+from flashtune.bundle.records import Receipt
 from flashtune.core.target import find_target
 from flashtune.db.table import shipped_table
 from flashtune.launch.binding import compile_binary
 from flashtune.launch.bundle_entries import entry_of
 from flashtune.tuner.tables import bundles
 from flashtune.tuner.tables.bundles import coverage_calls, table_calls
-from tests.bundle.conftest import make_entry
+from tests.bundle.conftest import VERDICT, make_entry
 from tests.support.golden_kernels import KERNELS, problem_of
 from tests.tuner.cli.conftest import Run
 
@@ -45,6 +46,10 @@ def test_two_builds_in_other_folders_give_the_same_bytes(
     assert (tmp_path / "c.bundle").read_bytes() == files[0].read_bytes()
     assert not [*(tmp_path / "empty").rglob("*.cubin")], "the base has the kernel"
     rows = json.loads(run("bundle", "list", files[0], "--json").stdout)
+    receipt = Receipt(rows[0]["machine"], "nvidia-a100", "580.1", VERDICT)
+    monkeypatch.setattr(bundles, "load_receipts", lambda target: {receipt.machine: receipt})
+    verified = run(*arguments, "--base", files[0], "--json", "-q")
+    assert json.loads(verified.stdout)["verified"] == 1
     families = {row["family"]: row["functions"] for row in rows}
     assert families == {"forward_q_outer": ["forward_q_outer"]}
     both = tmp_path / "both.bundle"
@@ -87,13 +92,15 @@ def test_comments_and_paths_do_not_change_machine_code() -> None:
 def test_receipts_hold_for_kernels_of_the_installed_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     table = shipped_table("nvidia-h200")
     assert table is not None
+    pinned = table.records[0].versions.compilers
+    monkeypatch.setattr(bundles, "_compilers", lambda: pinned)
     kept = bundles._receipts([table])
     assert kept
     for of_kernel in kept.values():
         for check in of_kernel.values():
             assert check.verdict.passed
-            assert check.versions.compilers == bundles._compilers()
-    monkeypatch.setattr(bundles, "triton_version", lambda: "2.0.0")
+            assert check.versions.compilers == pinned
+    monkeypatch.setattr(bundles, "_compilers", lambda: ("2.0.0", pinned[1]))
     assert not bundles._receipts([table])
 
 

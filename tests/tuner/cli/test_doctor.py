@@ -14,13 +14,13 @@ from flashtune.core.errors import KernelError
 from flashtune.core.machine import triton_version
 from flashtune.core.problem import Problem
 from flashtune.core.target import find_target
-from flashtune.db.codec import Check
 from flashtune.db.table import TunedTable
+from flashtune.dispatch.platform import PLATFORM
 from flashtune.dispatch.versions import current_versions
 from flashtune.tuner.analysis.doctor import Level, bundles, examine, gpu, interpreter, library, shipped
 from tests.bundle.conftest import make_entry
 from tests.support.families import Ship
-from tests.support.records import VERDICT, MakeRecord
+from tests.support.records import MakeRecord
 from tests.tuner.cli.conftest import Run
 
 
@@ -143,19 +143,20 @@ def test_a_gpu_is_compared_with_the_table() -> None:
 
 
 @pytest.mark.parametrize(
-    ("triton", "receipt", "left"), [(triton_version(), False, 0), ("99.0", False, 2), ("99.0", True, 1)]
+    ("triton", "bundled", "left"), [(triton_version(), 0, 0), ("99.0", 0, 2), ("99.0", 1, 1)]
 )
 def test_shipped_kernels_are_counted_as_in_dispatch(
-    make_record: MakeRecord, problem: Problem, ship: Ship, triton: str, receipt: bool, left: int
-) -> None:
+    make_record: MakeRecord, problem: Problem, ship: Ship, triton: str, bundled: int, left: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     longer = msgspec.structs.replace(problem, seqlen_q=2048, seqlen_kv=2048)
     made = [make_record("block_m=64"), make_record("block_m=128", of=longer)]
     here = current_versions(made[0].family)
     versions = msgspec.structs.replace(here, triton=triton)
     records = tuple(msgspec.structs.replace(record, versions=versions) for record in made)
-    first = records[0]
-    checks = (Check(digest=str(first.kernel), target=first.target, versions=here, verdict=VERDICT),)
-    ship(TunedTable(target=first.target, records=records, receipts=checks if receipt else ()))
+    ship(TunedTable(target=records[0].target, records=records))
+    found = records[:bundled]
+    monkeypatch.setattr(PLATFORM.bundles, "find", lambda record, *_: record if record in found else None)
     finding = shipped(find_target("h200"))
     assert finding.level is (Level.WARN if left else Level.OK)
     assert f"2 kernels, {f'{left} not' if left else 'all'} verified" in finding.message

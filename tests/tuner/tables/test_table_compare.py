@@ -229,7 +229,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Finals]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("old_ms", "new_ms"), [(0.8, 0.9), (0.9, 0.8)])
-def test_faster_kernel_keeps_its_time_under_current_versions(
+def test_faster_kernel_of_other_versions_keeps_its_own_time(
     on_gpu: Callable[..., Finals], old_ms: float, new_ms: float
 ) -> None:
     gpu = on_gpu(old_ms, new_ms)
@@ -245,10 +245,6 @@ def test_faster_kernel_keeps_its_time_under_current_versions(
     table = parse_table(raw, "here")
     faster = fast if old_ms < new_ms else changed
     assert set(table.records) == {faster, other}
-    (timing,) = table.times
-    assert (timing.kernel, timing.versions) == (faster.kernel, current_versions(fast.family))
-    assert timing.measurement.ms == 0.8
-    assert timing.measurement.peers == (PeerTime("sdpa-cudnn", 0.7),)
 
 
 def test_record_of_current_versions_takes_its_new_time(on_gpu: Callable[..., Finals]) -> None:
@@ -259,9 +255,10 @@ def test_record_of_current_versions_takes_its_new_time(on_gpu: Callable[..., Fin
     new = with_peers(fast, 1.0)
     _, raw = retime_losses([Change(fast.problem.key, fast, new)], table_of(new, other))
     table = parse_table(raw, "here")
-    assert table.times == ()
     (timed,) = (record for record in table.records if record != other)
     assert timed.ms == 0.8
+    assert timed.measurement is not None
+    assert timed.measurement.peers == (PeerTime("sdpa-cudnn", 0.7),)
     assert timed.versions == fast.versions
 
 
@@ -277,9 +274,7 @@ def test_time_of_another_kernel_is_not_used(on_gpu: Callable[..., Finals], kind:
         old = msgspec.structs.replace(old, kernel=digest_of(old))
     new = with_peers(fast, 1.0)
     _, raw = retime_losses([Change(fast.problem.key, old, new)], table_of(new, other))
-    table = parse_table(raw, "here")
-    assert set(table.records) == {old, other}
-    assert table.times == ()
+    assert set(parse_table(raw, "here").records) == {old, other}
 
 
 def test_slower_contiguous_record_does_not_replace_the_only_one(on_gpu: Callable[..., Finals]) -> None:

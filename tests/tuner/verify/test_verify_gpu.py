@@ -109,11 +109,9 @@ class Machine(FakePool):
             raise KernelError(self.unfit)
         return READ
 
-    def time(self, record: Record, index: int, with_peers: bool) -> Measurement:
+    def time(self, record: Record, index: int) -> Measurement:
         assert index == 0
         self.timed.append(record.problem.key)
-        if not with_peers:
-            return MEASURED
         shared = SHARED if timed_ways(record.problem) else msgspec.UNSET
         return msgspec.structs.replace(MEASURED, peers=(PEER,), shared=shared)
 
@@ -267,17 +265,15 @@ def test_a_kernel_that_fails_at_one_shape_has_no_receipt(machine: Machine, recor
     assert [check.digest for check in report.on_gpu.receipts] == [kernel_of(record, of_sibling=True).digest]
 
 
-def test_times_are_written_with_the_current_versions(
+def test_timed_record_of_other_versions_takes_those_of_the_machine(
     machine: Machine, record: Record, paths: tuple[Path, Path]
 ) -> None:
     done = run("--table", paths[0], "--write", paths[1], "--time")
     assert done.exit_code == 0, done.output
-    written = load_table(paths[1])
-    (timing,) = written.times
-    assert (timing.problem, timing.kernel) == (record.problem.key, record.kernel)
-    assert timing.versions == current_versions(record.family)
-    assert timing.measurement == MEASURED
-    assert written.records == (record,)
+    (renewed,) = load_table(paths[1]).records
+    assert (renewed.kernel, renewed.versions) == (record.kernel, current_versions(record.family))
+    assert renewed.measurement == msgspec.structs.replace(MEASURED, peers=(PEER,))
+    assert renewed.resources == READ
 
 
 def changed(record: Record) -> Record:
@@ -302,7 +298,6 @@ def test_record_with_a_changed_kernel_takes_the_timed_kernel(
     assert renewed.verdict.passed
     assert renewed.measurement == msgspec.structs.replace(MEASURED, peers=(PEER,))
     assert renewed.resources == READ
-    assert table.times == ()
     assert [receipt.digest for receipt in table.receipts] == [kernel_of(record, of_sibling=True).digest]
 
 
@@ -314,7 +309,7 @@ def test_record_with_an_equal_kernel_takes_the_template_version(
     table = verified(tmp_path, earlier, options=("--time",))
     (renewed,) = table.records
     assert (renewed.versions, renewed.measurement) == (here, record.measurement)
-    assert (machine.timed, table.times) == ([], ())
+    assert machine.timed == []
     assert [receipt.digest for receipt in table.receipts] == [kernel_of(record, of_sibling=True).digest]
 
 
@@ -363,7 +358,6 @@ def test_record_of_current_versions_takes_missing_shared_mask_times(
     # The time that was measured next to the peers stays.
     kept = msgspec.structs.replace(measurement, shared=SHARED if timed else msgspec.UNSET)
     assert measurements == {masked.problem: kept, plain.problem: plain.measurement}
-    assert table.times == ()
     if timed:
         machine.checked.clear()
         assert run("--table", written, "--write", written, "--time", "--missing").exit_code == 0
@@ -389,7 +383,7 @@ def test_changed_kernel_that_a_search_rejects_is_not_timed(
 def test_machine_error_ends_the_run_after_writing_results(
     machine: Machine, record: Record, paths: tuple[Path, Path]
 ) -> None:
-    def fail(record: Record, index: int, with_peers: bool) -> Measurement:
+    def fail(record: Record, index: int) -> Measurement:
         raise MachineError("the disk is full: free some space")
 
     machine.replaced[verify_jobs.time_on_gpu] = fail
@@ -422,10 +416,8 @@ def test_missing_skips_existing_evidence(machine: Machine, record: Record, paths
     assert "1 by receipt alone" in again.output
     assert "no interpreter runs" not in again.output
     assert machine.timed == [record.problem.key]
-    receipts = load_table(written).receipts
-    assert {receipt.digest for receipt in receipts} == {
-        kernel_of(record, of_sibling=lse).digest for lse in (False, True)
-    }
+    siblings = [kernel_of(record, of_sibling=True).digest]
+    assert [receipt.digest for receipt in load_table(written).receipts] == siblings
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,8 @@ def build_bundle(
 
     The kernels are those that dispatch would choose for the named shapes and tables. By default, they are
     those of the shipped table, and of untuned shapes with each head dim, type and single feature. Receipts of
-    tables are kept for kernels that the installed Triton compiled.
+    tables are kept for kernels that the installed Triton compiled, and those of `db/receipts` for equal
+    machine code.
 
     Two builds by the same Triton give the same bytes.
     """
@@ -266,15 +267,33 @@ def _report(report: Verification, *, as_json: bool) -> None:
         say(f"{report.unused} kernels are not verified, because dispatch chooses them for no known call")
 
 
-@command.command("list", examples=("flashtune bundle list kernels.bundle",))
+@command.command(
+    "list",
+    examples=(
+        "flashtune bundle list kernels.bundle",
+        "flashtune bundle list kernels.bundle --receipts db/receipts",
+    ),
+)
 @click.argument("file", type=click.Path(path_type=Path))
+@click.option(
+    "--receipts",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Also add its receipts to the files of a folder, one for each GPU.",
+)
 @json_option
-def list_bundle(file: Path, as_json: bool) -> None:
+def list_bundle(file: Path, receipts: Path | None, as_json: bool) -> None:
     """Check a file, and list its kernels."""
     from flashtune.bundle.bundle_file import open_bundle
+    from flashtune.db.machine_receipts import files_with
     from flashtune.tuner.tables.bundles import listed
 
-    rows = listed(open_bundle(file))
+    bundle = open_bundle(file)
+    rows = listed(bundle)
+    if receipts:
+        entries = filter(None, map(bundle.entry, bundle.index.entries))
+        for path, content in files_with(entries, receipts).items():
+            write_result(path, content)
     if as_json:
         print_json(rows)
         return

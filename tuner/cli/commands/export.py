@@ -124,7 +124,7 @@ def _json(records: tuple[Record, ...], out: Path | None, shipped: bool) -> None:
 
 
 def _table(target: str, records: list[Record], shipped: bool, watch: Watch) -> bytes:
-    """Returns the records as a table. Records of a shipped table keep its receipts and times."""
+    """Returns the records as a table. Records of a shipped table keep its receipts."""
     from flashtune.tuner.tables.table_files import json_table, table_file
 
     if not shipped:

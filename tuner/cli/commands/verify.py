@@ -46,7 +46,6 @@ MAX_SHOWN = 20
 )
 @target_filter_option
 @click.option("--require-gpu", is_flag=True, help="Fail kernels that were not run on their GPU here.")
-@click.option("--same-triton", is_flag=True, help="Fail receipts of a Triton version that is not installed.")
 @click.option(
     "--sample",
     "sampled",
@@ -64,12 +63,12 @@ MAX_SHOWN = 20
     "timed",
     is_flag=True,
     help="With --write: time the kernels that passed, if their records are of other versions or lack times "
-    "with shared masks. A record whose kernel renders differently now takes the new kernel and its time.",
+    "with shared masks. Records of other versions take the kernel, verdict and time of this machine.",
 )
 @click.option(
     "--missing",
     is_flag=True,
-    help="With --write: skip checks and times that the table has under the versions here.",
+    help="With --write: skip checks that the table has under the versions here.",
 )
 @click.option(
     "--seconds",
@@ -84,7 +83,6 @@ def command(
     table: Path | None,
     target_name: str | None,
     require_gpu: bool,
-    same_triton: bool,
     sampled: bool,
     allow_unproven: bool,
     written: Path | None,
@@ -126,7 +124,6 @@ def command(
                 records,
                 gpu=gpu,
                 require_gpu=require_gpu,
-                same_triton=same_triton,
                 allow_unproven=allow_unproven,
                 table=whole if missing else None,
                 timed=timed,

@@ -1,28 +1,24 @@
 """Tests of receipts in imported tables: only those of the table's kernels are accepted."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from flashtune.core.record import Measurement, Record, Verdict
+from flashtune.core.record import Record, Verdict
 from flashtune.db.codec import Check
-from flashtune.db.table import Timing, TunedTable, load_table
-from flashtune.dispatch import tables
+from flashtune.db.table import TunedTable, load_table
 from flashtune.dispatch.versions import NO_DRIVER, current_versions
-from flashtune.tuner.tables import listing, lookup
+from flashtune.tuner.tables import listing
 from flashtune.tuner.tables.admission import digest_of
-from flashtune.tuner.tables.listing import standing
-from flashtune.tuner.tables.lookup import tables_of
 from flashtune.tuner.tables.table_receipts import sibling, without_strays
 from flashtune.tuner.workloads.shapes import parse_shape
 from flashtune.verification.probes import EVERY_LEVEL
 from tests.support.families import Ship
 from tests.support.records import MakeRecord, write_table
-from tests.support.runtime import forget_all
 from tests.tuner.cli.conftest import SHAPE, Run
 
 STRAY = "e" * 32
@@ -87,80 +83,25 @@ def test_verify_fails_on_receipts_without_records(
     assert run("verify", "--table", write(receipt(record, STRAY, template="0" * 32))).exit_code == 0
 
 
-def test_written_table_omits_receipts_and_times_without_records(
-    write: Callable[..., Path], record: Record
-) -> None:
-    good, stray, old = (
-        receipt(record, str(record.kernel)),
-        receipt(record, STRAY),
-        receipt(record, STRAY, template="0" * 32),
-    )
-    times = tuple(
-        Timing(
-            problem=record.problem.key,
-            kernel=kernel,
-            versions=good.versions,
-            measurement=Measurement(0.3, 0.3, 0.3, 9),
-        )
-        for kernel in (str(record.kernel), STRAY)
-    )
-    table = TunedTable(target=record.target, records=(record,), receipts=(good, stray, old), times=times)
-    done = without_strays(table)
-    assert (done.receipts, done.times) == ((good, old), times[:1])
+def test_written_table_omits_receipts_without_records(record: Record) -> None:
+    good = receipt(record, str(record.kernel))
+    old = receipt(record, STRAY, template="0" * 32)
+    table = TunedTable(target=record.target, records=(record,), receipts=(good, receipt(record, STRAY), old))
+    assert without_strays(table).receipts == (good, old)
 
 
-@pytest.fixture
-def shipped(ship: Ship, record: Record) -> Iterator[TunedTable]:
-    """A shipped table of another driver, with a receipt and a time of the current versions."""
-    here = current_versions(record.family)
-    other = msgspec.structs.replace(record, versions=msgspec.structs.replace(here, driver="999.1"))
-    check = Check(digest=str(record.kernel), target=record.target, versions=here, verdict=VERDICT)
-    time = Timing(
-        problem=record.problem.key,
-        kernel=str(record.kernel),
-        versions=here,
-        measurement=Measurement(0.3, 0.3, 0.3, 9),
-    )
-    table = TunedTable(target=record.target, records=(other,), receipts=(check,), times=(time,))
-    ship(table)
-    forget_all()
-    yield table
-    forget_all()
-
-
-def test_shipped_receipt_without_a_time_verifies_a_record(
-    run: Run, monkeypatch: pytest.MonkeyPatch, ship: Ship, shipped: TunedTable
-) -> None:
-    def standings() -> list[str]:
-        return [row["standing"] for row in json.loads(run("show", "--shipped", "--json").stdout)]
-
-    # The table's receipt and time are of the driver here, and the record is of another one.
-    monkeypatch.setattr(listing, "NO_DRIVER", "nothing")
-    assert standings() == ["timed"]
-    ship(msgspec.structs.replace(shipped, times=()))
-    assert standings() == ["verified"]
-    ship(msgspec.structs.replace(shipped, times=(), receipts=()))
-    assert standings() == ["unproven"]
-
-
-def test_shipped_receipts_of_all_drivers_count_without_a_driver(
+def test_shipped_records_of_all_drivers_count_without_a_driver(
     run: Run, monkeypatch: pytest.MonkeyPatch, ship: Ship, record: Record
 ) -> None:
-    other = msgspec.structs.replace(record.versions, triton="99.0")
-    table = TunedTable(
-        target=record.target,
-        records=(msgspec.structs.replace(record, versions=other),),
-        receipts=(receipt(record, str(record.kernel)),),
-    )
-    ship(table)
+    other = msgspec.structs.replace(current_versions(record.family), driver="999.1")
+    ship(TunedTable(target=record.target, records=(msgspec.structs.replace(record, versions=other),)))
     standings = {}
     for driver in (NO_DRIVER, "999.2", "998.1"):
-        here = msgspec.structs.replace(record.versions, driver=driver)
-        for module_ in (lookup, listing):
-            monkeypatch.setattr(module_, "current_versions", lambda family, here=here: here)
+        here = msgspec.structs.replace(other, driver=driver)
+        monkeypatch.setattr(listing, "current_versions", lambda family, here=here: here)
         (row,) = json.loads(run("show", "--shipped", "--json").stdout)
         standings[driver] = row["standing"]
-    assert standings == {NO_DRIVER: "verified", "999.2": "verified", "998.1": "unproven"}
+    assert standings == {NO_DRIVER: "timed", "999.2": "timed", "998.1": "unproven"}
 
 
 def test_exported_part_of_a_shipped_table_contains_its_evidence(
@@ -169,28 +110,14 @@ def test_exported_part_of_a_shipped_table_contains_its_evidence(
     (wider,) = parse_shape("heads=8,kv_heads=2,seqlen=1024,head_dim=128,dtype=bf16,causal,batch=2")
     other = make_record(of=wider)
     part = tuple(receipt(record, digest) for digest in (str(record.kernel), sibling_digest(record)))
-    time = Timing(
-        problem=record.problem.key,
-        kernel=str(record.kernel),
-        versions=part[0].versions,
-        measurement=Measurement(0.3, 0.3, 0.3, 9),
-    )
     table = TunedTable(
         target=record.target,
         records=(record, other),
         receipts=(*part, receipt(other, str(other.kernel))),
-        times=(time,),
     )
     ship(table)
     path = tmp_path / "part.json"
     done = run("export", "--shipped", "--shape", SHAPE, "--out", path)
     assert done.exit_code == 0, done.output
     exported = load_table(path)
-    assert (exported.records, set(exported.receipts), exported.times) == ((record,), set(part), (time,))
-
-
-def test_commands_and_dispatch_read_shipped_tables_alike(shipped: TunedTable, tmp_path: Path) -> None:
-    (seen,) = tables_of(shipped.target, str(tmp_path / "none.sqlite")).effective()
-    assert seen in tables.tuned_records(shipped.target).effective()
-    assert seen.ms == 0.3
-    assert standing(seen) == "timed"
+    assert (exported.records, set(exported.receipts)) == ((record,), set(part))
