@@ -436,8 +436,8 @@ def main() -> None:
                 continue
             own = run(name, environment)
             rows += own
-            print(*(" | ".join(("", row[0], row[1], f"{row[2]:.1f}", str(row[3]))) for row in own), sep="\n")
-            sys.stdout.flush()
+            for row in own:
+                print("", *row, sep=" | ", flush=True)
     print("figure | median | worst | kernels compiled")
     for line in summary(rows):
         print(*line, sep=" | ")

@@ -4,10 +4,18 @@
 
 Runs of two Triton versions are in two processes, between which clocks differ. Each time is therefore relative
 to cuDNN's in its own run. If cuDNN has no row, the reference is a copy of device memory.
+
+    python -m benchmarks.kernels.tritons FILE...    # prints the table of saved runs
+
+The first file is of the version that the others are compared with. With several runs of each version, such as
+one for each GPU, the median over these runs counts for each point. With `FLASHTUNE_BUNDLE`, all versions run
+the same machine code.
 """
 
+import argparse
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
 import msgspec
 
@@ -40,13 +48,22 @@ class Comparison(msgspec.Struct, frozen=True):
 def texts() -> dict[str, str]:
     """The table of the saved runs, by name."""
     source = sources()[str(SAVED[0].relative_to(ROOT))]
-    first, *others = [read_report(content(path), path.name) for path in SAVED]
     heading = f"On an {source.gpu} (torch {source.torch}):"
-    return {"tritons": "\n".join((heading, "", *lines(first, others)))}
+    return {"tritons": "\n".join((heading, "", *lines_of(SAVED)))}
 
 
-def lines(first: BenchRun, others: Sequence[BenchRun]) -> Iterator[str]:
-    """The lines of the table: a row for each grid and version."""
+def lines_of(paths: Iterable[Path]) -> Iterator[str]:
+    """The lines of the table of saved runs, of which the first is of the version to compare with."""
+    runs: dict[str, list[BenchRun]] = {}
+    for path in paths:
+        run = read_report(content(path), path.name)
+        runs.setdefault(triton_of(run), []).append(run)
+    first, *others = runs.values()
+    return lines(first, others)
+
+
+def lines(first: Sequence[BenchRun], others: Sequence[Sequence[BenchRun]]) -> Iterator[str]:
+    """The lines of the table: a row for each grid and version. Each version has the same number of runs."""
     rows = [
         (
             row.grid,
@@ -58,17 +75,28 @@ def lines(first: BenchRun, others: Sequence[BenchRun]) -> Iterator[str]:
         for other in others
         for row in compare(first, other)
     ]
-    heads = ("points", "Triton", "number", f"speed over Triton {triton_of(first)}, geometric mean", "worst")
+    heads = (
+        "points",
+        "Triton",
+        "number",
+        f"speed over Triton {triton_of(first[0])}, geometric mean",
+        "worst",
+    )
     yield from table(heads, rows)
 
 
-def compare(first: BenchRun, other: BenchRun) -> tuple[Comparison, ...]:
-    """Speeds of the second run's kernels over those of the first, grid by grid."""
+def compare(first: Sequence[BenchRun], other: Sequence[BenchRun]) -> tuple[Comparison, ...]:
+    """Speeds of one version's kernels over those of the first, grid by grid: medians over pairs of runs."""
     return tuple(
         Comparison(
             name,
-            triton_of(other),
-            {case_of(problem): _ratio(problem, first, other) for problem in grid_problems(grid)},
+            triton_of(other[0]),
+            {
+                case_of(problem): statistics.median(
+                    _ratio(problem, *pair) for pair in zip(first, other, strict=True)
+                )
+                for problem in grid_problems(grid)
+            },
         )
         for name, grid in GRIDS.items()
     )
@@ -100,3 +128,14 @@ def _times(problem: Problem, run: BenchRun) -> tuple[float, dict[str, float]]:
     peer = bench.row(CUDNN)
     times = {CUDNN: peer.ms if peer else None, COPY: run.copy.ms if run.copy else None}
     return ours.ms, {name: ms for name, ms in times.items() if ms is not None}
+
+
+def main() -> None:
+    """Prints the table of saved runs."""
+    parser = argparse.ArgumentParser(description="Compares runs under several versions of Triton.")
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="runs that flashtune bench saved")
+    print(*lines_of(parser.parse_args().files), sep="\n")
+
+
+if __name__ == "__main__":
+    main()

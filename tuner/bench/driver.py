@@ -8,6 +8,7 @@ import torch
 from flashtune.core.errors import UsageError
 from flashtune.core.problem import Problem
 from flashtune.core.target import Target, device_target
+from flashtune.dispatch.platform import PLATFORM
 from flashtune.dispatch.tables import tuned_records
 from flashtune.tuner.bench.bench import require_gpu, require_work, run_bench
 from flashtune.tuner.bench.ceiling import measure_ceiling, measure_copy
@@ -106,7 +107,7 @@ def environment(device: torch.device) -> Environment:
 
 
 def compile_ahead(problems: Sequence[Problem], target: Target) -> tuple[Compiled, ...]:
-    """Compiles the kernels that dispatch would select on all cores, into Triton's cache.
+    """Compiles the kernels that dispatch would select and no bundle has on all cores, into Triton's cache.
 
     Errors here are reported again at the kernel's call.
 
@@ -114,4 +115,5 @@ def compile_ahead(problems: Sequence[Problem], target: Target) -> tuple[Compiled
         The result of compiling each distinct kernel.
     """
     calls = [(problem, contiguous_specialization(problem)) for problem in problems]
-    return tuple(compile_needs(needs_of(calls, target, tuned_records(target.name)), target).values())
+    needs = needs_of(calls, target, tuned_records(target.name), PLATFORM.bundles)
+    return tuple(compile_needs(needs, target).values())

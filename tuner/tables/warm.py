@@ -133,13 +133,14 @@ def _is_tuned(problem: Problem, tables: Tables) -> bool:
 def compile_needs(
     needs: Needs, target: Target, watch: Watch = lambda phase, done, total: None
 ) -> dict[str, Compiled]:
-    """Compiles kernels into Triton's cache on all cores, and returns the results by digest."""
-    total = len(needs.kernels)
+    """Compiles kernels that no bundle has, on all cores, and returns the results by digest."""
+    missing = {digest: need for digest, need in needs.kernels.items() if not need.bundle}
+    total = len(missing)
     if not total:
         return {}
     compiled: dict[str, Compiled] = {}
     with CompilePool(min(total, available_cpus())) as pool:
-        jobs = {digest: pool.submit(*_job(need, target)) for digest, need in needs.kernels.items()}
+        jobs = {digest: pool.submit(*_job(need, target)) for digest, need in missing.items()}
         for digest, job in jobs.items():
             watch("compiling", len(compiled), total)
             compiled[digest] = job.result()
@@ -161,8 +162,7 @@ def warm(
     Binaries are stored in Triton's cache and verdicts in the database. Later processes neither compile nor
     verify these kernels. Without the index of a device, they are only compiled.
     """
-    missing = {digest: need for digest, need in needs.kernels.items() if not need.bundle}
-    compiled = compile_needs(needs._replace(kernels=missing), target, watch)
+    compiled = compile_needs(needs, target, watch)
     loader = KernelLoader()
     results = []
     for number, (digest, need) in enumerate(needs.kernels.items()):
