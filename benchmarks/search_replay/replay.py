@@ -84,7 +84,7 @@ class Servers:
         end = max(self._clock.now(), heapq.heappop(self._free)) + seconds
         heapq.heappush(self._free, end)
         job: Future[Result] = Future()
-        self._clock.at(end, lambda: job.set_result(result))
+        self._clock.at(end, lambda: job.cancelled() or job.set_result(result))
         return job
 
 

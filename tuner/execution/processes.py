@@ -149,13 +149,15 @@ class Workers:
     ) -> None:
         """Schedules a job with the callback `settle`, which settles the future `settled`.
 
-        `settled` is cancelled if the processes were stopped. It gets the error if none can be started.
+        `settled` is cancelled if the processes were stopped. It gets the error if none can be started. If
+        `settled` is cancelled, the job is stopped.
         """
 
         def finish(job: Future[Result]) -> None:
             if self.stopped:
-                settled.cancel()
-            else:
+                _ = settled.cancel() or settled.set_exception(CancelledError())
+            # A running future cannot be cancelled any more.
+            elif settled.running() or settled.set_running_or_notify_cancel():
                 settle(job)
 
         try:
@@ -164,6 +166,7 @@ class Workers:
             settled.set_exception(stopped(str(error)))
             return
         job.add_done_callback(finish)
+        settled.add_done_callback(lambda future: future.cancelled() and job.cancel())
 
     def stop(self) -> None:
         """Stops the processes at once, and kills running jobs. Waits for a start under way."""

@@ -13,12 +13,15 @@ from flashtune.tuner.execution.compile_pool import Compiled
 from flashtune.tuner.execution.evaluation import Evaluation
 from flashtune.tuner.search.policy import Strategy
 from flashtune.tuner.search.request import Budget, Stop
+from flashtune.tuner.search.selection import candidate_of
 from flashtune.tuner.search.trial_log import TrialLog
 
 # Candidates in the GPU process: one that runs, and the next.
 ON_DEVICE = 2
 # Compiled candidates that wait for the GPU. A longer queue would be proposed without the latest results.
 READY = 6
+# Results after which the best candidate is often the final one.
+SURE = 5
 # Proposals between two checks of the budget: the model may prune many in a row.
 PROPOSALS_PER_CHECK = 64
 
@@ -83,7 +86,9 @@ class Pipeline:
         return not self._promised.isdisjoint((*self._compiling.values(), *waiting))
 
     def _drain(self) -> None:
-        """Waits for the candidates in the GPU process and stores their results."""
+        """Waits for the candidates in the GPU process and stores their results. Stops all compilations."""
+        for job in self._compiling:
+            job.cancel()
         self._clock.wait_for_all(self._running)
         self._collect_evaluated()
 
@@ -139,10 +144,15 @@ class Pipeline:
                 self._proposer.tell(candidate, self._journal.reject(candidate, compiled))
 
     def _collect_evaluated(self) -> None:
+        before = self._journal.best
         for job in _in_turn(self._running):
             evaluation = job.result()
             candidate, compiled = self._running.pop(job)
             self._proposer.tell(candidate, self._journal.finish(candidate, compiled, evaluation))
+        best = self._journal.best
+        if best is not None and best is not before and len(self._journal.rows) > SURE:
+            # The last verification then need not wait for the compiler.
+            self._compiler.compile_delayed(self._scope, candidate_of(best))
 
 
 def _in_turn(jobs: Iterable[Future[Any]]) -> list[Future[Any]]:

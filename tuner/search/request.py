@@ -48,7 +48,7 @@ NOISE = 0.005
 # A default search stops if the expected gain is less than the noise of one time. A quick search accepts a
 # loss of twice that. Their limits of seconds leave time for the finals: in all 15 s and 35 s are the aim.
 BUDGETS = {
-    Effort.QUICK: Budget(seconds=8.0, gain=2 * NOISE, finalists=8, within=1.08, closest_seconds=2.0),
+    Effort.QUICK: Budget(seconds=7.0, gain=2 * NOISE, finalists=8, within=1.08, closest_seconds=2.0),
     Effort.DEFAULT: Budget(seconds=26.0, gain=NOISE, closest_seconds=5.0),
     Effort.THOROUGH: Budget(),
 }
