@@ -52,11 +52,14 @@ Call = Callable[[], Any]
 
 
 def started() -> Any:
-    """Returns torch after it used the GPU: both passes of SDPA, a product and a synchronisation."""
+    """Returns torch after it used the GPU: both passes of SDPA, from a given gradient, and a synchronisation.
+
+    Torch imports sympy for the first given gradient, which takes 0.3 s.
+    """
     import torch
 
     q, k, v = (torch.randn(1, 4, 256, 64, device="cuda").bfloat16().requires_grad_() for _ in range(3))
-    torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
+    torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).backward(torch.ones_like(q))
     torch.cuda.synchronize()
     return torch
 
