@@ -42,7 +42,9 @@ MAX_CODE_BYTES = 32 * 1024 * 1024
 # Similar machine code shares a frame, which halves the size of a bundle. A frame of this size is full.
 GROUP_BYTES = 2 * 1024 * 1024
 # Without a checksum: frames have SHA-256.
-COMPRESSION = {"format": lzma.FORMAT_ALONE, "preset": 6 | lzma.PRESET_EXTREME}
+# A dictionary of a group's size: a reader allocates it.
+FILTER = {"id": lzma.FILTER_LZMA1, "preset": 6 | lzma.PRESET_EXTREME, "dict_size": GROUP_BYTES}
+COMPRESSION = {"format": lzma.FORMAT_ALONE, "filters": [FILTER]}
 AGAIN = "build or download it again"
 
 
