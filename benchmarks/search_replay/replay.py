@@ -84,7 +84,12 @@ class Servers:
         end = max(self._clock.now(), heapq.heappop(self._free)) + seconds
         heapq.heappush(self._free, end)
         job: Future[Result] = Future()
-        self._clock.at(end, lambda: job.cancelled() or job.set_result(result))
+
+        def finish() -> None:
+            if not job.cancelled():
+                job.set_result(result)
+
+        self._clock.at(end, finish)
         return job
 
 

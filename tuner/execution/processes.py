@@ -155,7 +155,8 @@ class Workers:
 
         def finish(job: Future[Result]) -> None:
             if self.stopped:
-                _ = settled.cancel() or settled.set_exception(CancelledError())
+                if not settled.cancel():
+                    settled.set_exception(CancelledError())
             # A running future cannot be cancelled any more.
             elif settled.running() or settled.set_running_or_notify_cancel():
                 settle(job)
