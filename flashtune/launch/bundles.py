@@ -115,8 +115,7 @@ class Bundles:
         if not self.of(target):
             return None
         for located in self.entries(recipe_of(record, specialization), target):
-            receipts = {(receipt.machine, receipt.target) for receipt in located.entry.receipts}
-            if receipts and (located.entry.machine, target.name) in receipts:
+            if target.name in located.entry.verified_on:
                 return located
         return None
 

@@ -173,3 +173,9 @@ def test_debug_information_and_names_do_not_change_the_digest() -> None:
 def test_damaged_machine_code_is_refused(code: bytes) -> None:
     with pytest.raises(BundleError, match="build the bundle again"):
         parameter_sizes(code, "kernel")
+
+
+def test_truncated_section_of_machine_code_is_refused() -> None:
+    short = cubin("kernel", b"\x04\x17\x0c\0").replace(b".text.kernel", b".nv.info.ker")
+    with pytest.raises(BundleError, match="is damaged"):
+        parameter_sizes(short, "ker")

@@ -262,13 +262,10 @@ def listed(bundle: Bundle) -> list[Listed]:
         entry = bundle.entry(kernel)
         assert entry is not None
         sizes = [bundle.index.codes[stage.code].size for stage in entry.stages]
-        verified = tuple(
-            sorted({receipt.target for receipt in entry.receipts if receipt.machine == entry.machine})
-        )
         functions = tuple(stage.function for stage in entry.stages)
         row = Listed(
-            kernel, entry.family, functions, entry.machine, sum(sizes), len(entry.recipes), verified,
-            entry.triton, entry.ptxas,
+            kernel, entry.family, functions, entry.machine, sum(sizes), len(entry.recipes),
+            tuple(sorted(entry.verified_on)), entry.triton, entry.ptxas,
         )  # fmt: skip
         rows.append(row)
     return sorted(rows, key=lambda row: (row.family, row.kernel))

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import msgspec
 import torch
 
-from flashtune.bundle.bundle_file import Bundle, bundle_of, open_bundle, with_entries
+from flashtune.bundle.bundle_file import Bundle, bundle_of, open_bundle, with_both, with_entries
 from flashtune.bundle.driver import Driver
 from flashtune.bundle.records import Entry, Receipt
 from flashtune.core.errors import FlashtuneError, MachineError
@@ -68,8 +68,7 @@ def unverified(bundle: Bundle, target: Target) -> set[str]:
     for kernel in bundle.index.entries:
         entry = bundle.entry(kernel)
         assert entry is not None
-        receipts = ((receipt.machine, receipt.target) for receipt in entry.receipts)
-        if entry.family != TAIL and (entry.machine, target.name) not in receipts:
+        if entry.family != TAIL and target.name not in entry.verified_on:
             kernels.add(kernel)
     return kernels
 
@@ -218,7 +217,7 @@ def _with_receipts(bundle: Bundle, results: Iterable[tuple[str, Result]]) -> Ite
         entry = bundle.entry(kernel)
         assert entry is not None
         if isinstance(result, Receipt):
-            yield msgspec.structs.replace(entry, receipts=(*entry.receipts, result))
+            yield with_both(msgspec.structs.replace(entry, receipts=(result,)), entry)
 
 
 def _jobs(uses: Mapping[str, Use]) -> list[Job]:

@@ -222,6 +222,14 @@ def test_bundle_of_the_database_serves_unless_another_user_can_write_it(
         assert Bundles(of_database=lambda arch: database).find(record, CONTIGUOUS, H200) is None
 
 
+def test_failed_verification_is_no_receipt(path: Path, entry: Any, record: Record) -> None:
+    made, codes = entry
+    verdict = msgspec.structs.replace(VERDICT, passed=False, failed="needle")
+    failed = msgspec.structs.replace(made.receipts[0], verdict=verdict)
+    path.write_bytes(dump_bundle("sm_90", "1", [msgspec.structs.replace(made, receipts=(failed,))], codes))
+    assert Bundles(Driver(CudaLibrary())).find(record, CONTIGUOUS, H200) is None
+
+
 @pytest.mark.parametrize("passes", [True, False])
 def test_verified_kernel_that_passes_has_a_receipt(entry: Any, record: Record, passes: bool) -> None:
     made, codes = entry

@@ -340,7 +340,7 @@ def _write(
 
     content = dump_bundle(arch, VERSION, entries, codes)
     write_result(out, content)
-    verified = sum(any(receipt.machine == entry.machine for receipt in entry.receipts) for entry in entries)
+    verified = sum(bool(entry.verified_on) for entry in entries)
     written = Written(str(out), arch, len(entries), verified, len(codes), len(content), left_out)
     if as_json:
         print_json(written)
