@@ -286,7 +286,7 @@ def list_bundle(file: Path, receipts: Path | None, as_json: bool) -> None:
     bundle = open_bundle(file)
     rows = listed(bundle)
     if receipts:
-        entries = filter(None, map(bundle.entry, bundle.index.entries))
+        entries = bundle.entries()
         for path, content in files_with(entries, receipts).items():
             write_result(path, content)
     if as_json:
