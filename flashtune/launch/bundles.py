@@ -48,6 +48,28 @@ def bundle_paths(capability: int, database: Path | None) -> list[Path]:
     return [*paths, *(Path(folder, FILE) for folder in (folders or ())[:1])]
 
 
+def opened(target: Target, database: Path | None) -> Iterator[Bundle | UsageError]:
+    """Yields the bundles of a GPU in the order of look-up, and in place of unusable ones their errors."""
+    try:
+        paths = bundle_paths(target.capability, database) if target.is_nvidia else []
+    except UsageError as error:
+        yield error
+        return
+    for path in paths:
+        from flashtune.bundle.bundle_file import open_bundle
+
+        try:
+            bundle = open_bundle(path, own=path == database)
+        except BundleError as error:
+            yield error
+            continue
+        if bundle.index.arch == target.arch:
+            yield bundle
+        else:
+            words = f"the bundle {path} is for {bundle.index.arch}, not for {target.arch}: use another"
+            yield BundleError(words)
+
+
 def recipe_of(record: Record, specialization: Specialization) -> str:
     """Returns a hash of all values on which a record's kernel depends, 32 hex digits. Renders nothing.
 
@@ -104,7 +126,13 @@ class Bundles:
     def of(self, target: Target) -> list[Bundle]:
         """Returns the bundles for a GPU, in the order of look-up. Warns once of those with an error."""
         if target.arch not in self._open:
-            self._open[target.arch] = [*self._opened(target)] if target.is_nvidia else []
+            usable = []
+            for bundle in opened(target, self._of_database(target.arch)):
+                if isinstance(bundle, UsageError):
+                    _warn(bundle)
+                else:
+                    usable.append(bundle)
+            self._open[target.arch] = usable
         return self._open[target.arch]
 
     def find(self, record: Record, specialization: Specialization, target: Target) -> Located | None:
@@ -145,27 +173,6 @@ class Bundles:
                 return None
             binary = self._loaded[key] = BundledBinary(entry, functions, self._driver)
         return binary
-
-    def _opened(self, target: Target) -> Iterator[Bundle]:
-        """Yields the bundles for a target. Warns of those with an error."""
-        database = self._of_database(target.arch)
-        try:
-            paths = bundle_paths(target.capability, database)
-        except UsageError as error:
-            _warn(error)
-            return
-        for path in paths:
-            from flashtune.bundle.bundle_file import open_bundle
-
-            try:
-                bundle = open_bundle(path, own=path == database)
-                if bundle.index.arch != target.arch:
-                    raise BundleError(
-                        f"the bundle {path} is for {bundle.index.arch}, not for {target.arch}: use another"
-                    )
-                yield bundle
-            except BundleError as error:
-                _warn(error)
 
     def _forget(self, target: Target, bundle: Bundle, error: Exception) -> None:
         self._open[target.arch] = [other for other in self._open[target.arch] if other is not bundle]
