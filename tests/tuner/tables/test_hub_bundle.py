@@ -63,6 +63,11 @@ def loaded(path: Path) -> Any:
     return module
 
 
+def read_code(make: Any, path: Path) -> None:
+    bundle = make(path)
+    bundle.code(next(iter(bundle._codes)))
+
+
 def verified_record(shape: str, family: str) -> Record:
     return make_record(shape, family=family, config="num_splits=4" if family == "decode_split_kv" else "")
 
@@ -120,10 +125,11 @@ def test_package_compiles_on_other_gpus_and_with_damaged_code(
     assert bundle.entry(record.kernel, "nvidia-h100") is None
     assert bundle.entry("0" * 32, "nvidia-h200") is None
     content = path.read_bytes()
-    for damaged in (content[:70] + b"x" + content[71:], content[:60]):
+    damages = (content[:70] + b"x" + content[71:], content[:60], b"version https", content[:-60] + bytes(60))
+    for damaged in damages:
         path.write_bytes(damaged)
         with pytest.raises(RuntimeError, match="is damaged"):
-            loader.Bundle(path)
+            read_code(loader.Bundle, path)
 
 
 def test_unverified_machine_code_is_left_out() -> None:
