@@ -2,7 +2,7 @@
 
 import functools
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -137,14 +137,31 @@ def build(
     chosen, left_out = choices(calls, target, tables)
     entries: dict[str, Entry] = {}
     codes: dict[str, bytes] = {}
-    for recipe, made, its_codes, failed in _compiled(chosen, target, base, watch):
-        if made is None:
-            record = chosen[recipe].record
-            left_out.append(f"{record.family} for {record.problem.key}: {failed}")
-            continue
-        # Of a kernel that was compiled twice, the first code serves all recipes.
-        entries[made.kernel] = with_both(entries.get(made.kernel, made), made)
-        codes |= its_codes
+    workers = Workers(max(1, min(len(chosen), available_cpus())))
+    try:
+        jobs = {
+            recipe: workers.schedule(
+                compile_entry, (choice.record, choice.specialization, target, base), COMPILE_SECONDS
+            )
+            for recipe, choice in chosen.items()
+        }
+        for done, (recipe, job) in enumerate(jobs.items()):
+            watch("compiling", done, len(jobs))
+            try:
+                entry, its_codes = job.result()
+            except MachineError:
+                raise
+            except (FlashtuneError, TimeoutError, ProcessExpired) as error:
+                record = chosen[recipe].record
+                left_out.append(f"{record.family} for {record.problem.key}: {first_line(error)}")
+                continue
+            entry = msgspec.structs.replace(entry, recipes=(recipe,))
+            # Of a kernel that was compiled twice, the first code serves all recipes.
+            entries[entry.kernel] = with_both(entries.get(entry.kernel, entry), entry)
+            codes |= its_codes
+        watch("compiling", len(jobs), len(jobs))
+    finally:
+        workers.stop()
     for dtype in CLEARED if any(choice.record.problem.packed for choice in chosen.values()) else ():
         entry, its_codes = tail_entry(dtype, target, ptxas_version())
         entries[entry.kernel] = entry
@@ -181,36 +198,6 @@ def choices(
         else:
             found.setdefault(recipe_of(record, specialization), Choice(problem, record, specialization))
     return found, left_out
-
-
-def _compiled(
-    chosen: Mapping[str, Choice],
-    target: Target,
-    base: Path | None,
-    watch: Watch,
-) -> Iterator[tuple[str, Entry | None, dict[str, bytes], str]]:
-    """Yields for each recipe its entry and machine code, or why there are none. Compiles on all cores."""
-    workers = Workers(max(1, min(len(chosen), available_cpus())))
-    try:
-        jobs = {
-            recipe: workers.schedule(
-                compile_entry, (choice.record, choice.specialization, target, base), COMPILE_SECONDS
-            )
-            for recipe, choice in chosen.items()
-        }
-        for done, (recipe, job) in enumerate(jobs.items()):
-            watch("compiling", done, len(jobs))
-            try:
-                entry, codes = job.result()
-            except MachineError:
-                raise
-            except (FlashtuneError, TimeoutError, ProcessExpired) as error:
-                yield recipe, None, {}, first_line(error)
-            else:
-                yield recipe, msgspec.structs.replace(entry, recipes=(recipe,)), codes, ""
-        watch("compiling", len(jobs), len(jobs))
-    finally:
-        workers.stop()
 
 
 def compile_entry(

@@ -272,27 +272,19 @@ def list_bundle(file: Path, receipts: Path | None, as_json: bool) -> None:
     bundle = open_bundle(file)
     rows = listed(bundle)
     if receipts:
-        entries = bundle.entries()
-        for path, content in files_with(entries, receipts).items():
+        for path, content in files_with(bundle.entries(), receipts).items():
             write_result(path, content)
     if as_json:
         print_json(rows)
         return
-    heads = ("family", "kernel", "functions", "code", "verified on", "Triton")
-    print_rows(
-        heads,
+    columns = (
         (
-            (
-                row.family,
-                row.kernel[:12],
-                " ".join(row.functions),
-                quantity(row.code_bytes),
-                " ".join(row.verified) or "-",
-                row.triton,
-            )
-            for row in rows
-        ),
+            *(row.family, row.kernel[:12], " ".join(row.functions), quantity(row.code_bytes)),
+            *(" ".join(row.verified) or "-", row.triton),
+        )
+        for row in rows
     )
+    print_rows(("family", "kernel", "functions", "code", "verified on", "Triton"), columns)
 
 
 @command.command("merge", examples=("flashtune bundle merge a.bundle b.bundle --out both.bundle",))
