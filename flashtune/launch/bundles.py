@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 VARIABLE = "FLASHTUNE_BUNDLE"
 # A package of data for each architecture, with this file.
 PACKAGE, FILE = "flashtune_kernels_sm{}", "kernels.bundle"
+# The driver's words.
+OUT_OF_MEMORY = "out of memory"
 
 
 def bundle_paths(capability: int, database: Path | None) -> list[Path]:
@@ -159,7 +161,11 @@ class Bundles:
                 yield Located(entry, bundle)
 
     def load(self, located: Located, target: Target, device: torch.device) -> BundledBinary | None:
-        """Returns the code of an entry on a device. None after an error, of which it warns."""
+        """Returns the code of an entry on a device. None after an error, of which it warns.
+
+        Raises:
+            KernelError: The device has no memory for the code.
+        """
         from flashtune.launch.bundle_binding import BundledBinary, load_entry
 
         entry, bundle = located
@@ -169,6 +175,8 @@ class Bundles:
             try:
                 functions = load_entry(entry, bundle.code, self._driver, device)
             except (BundleError, KernelError) as error:
+                if OUT_OF_MEMORY in str(error):
+                    raise  # A compiled kernel would not fit either, and memory may be free later.
                 self._forget(target, bundle, error)
                 return None
             binary = self._loaded[key] = BundledBinary(entry, functions, self._driver)
