@@ -214,7 +214,8 @@ def joined(
     sources: dict[str, Bundle] = {}  # Of machine code.
     for bundle in bundles:
         for entry in bundle.entries():
-            named = {recipe: entry.kernel for recipe in entry.recipes if recipes is None or recipe in recipes}
+            served = (recipe for recipe in entry.recipes if bundle.index.recipes.get(recipe) == entry.kernel)
+            named = {recipe: entry.kernel for recipe in served if recipes is None or recipe in recipes}
             if entry.kernel in entries or named.keys() <= kernels.keys():
                 continue
             kernels = named | kernels
