@@ -31,7 +31,8 @@ class ForwardQOuter(QOuterModel, FamilyOf[QOuterConfig]):
 
     def can_load(self, config: QOuterConfig, dtype: Dtype, specialization: Specialization) -> bool:
         # With several tiles for a head dim and loads of few bytes, the ptxas of Triton 3.6 reads tiles at
-        # addresses from unwritten registers: NaN on an H200 (fp16, 80 columns). Others end in illegal accesses (bf16, 96).
+        # addresses from unwritten registers. On an H200, fp16 with 80 columns gave NaN, and bf16 with 96
+        # columns illegal accesses.
         return not config.split_head_dim or specialization.takes_descriptors(dtype)
 
     def space(self, problem: Problem, target: Target) -> Space:
