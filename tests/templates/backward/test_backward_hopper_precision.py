@@ -9,14 +9,15 @@ import torch
 
 from flashtune import testing
 from flashtune.core.kernel import Specialization
-from flashtune.core.target import find_target
 from flashtune.templates.backward_hopper.arguments import starts_at_lse
+from flashtune.templates.backward_hopper.space import usual_config
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from flashtune.verification.cases import Case, lengths_of
 from flashtune.verification.gradients.head_sampling import sample_pairs
 from flashtune.verification.gradients.inputs import given_values
-from flashtune.verification.gradients.reference import Chosen, expect_gradients, once
+from flashtune.verification.gradients.reference import Chosen, expect_gradients
+from flashtune.verification.gradients.scores import once
 from flashtune.verification.inputs.prepared import generator_of
 from flashtune.verification.probes import Probe
 from flashtune.verification.tolerance import worst_ratio
@@ -25,7 +26,6 @@ from tests.emulator.hardware import Tensor
 from tests.templates.backward.test_backward_hopper_emulated import SCALE, dq_of, row_places
 
 FAMILY = find_family("backward_hopper")
-H200 = find_target("h200")
 LOW = {"fp16": torch.float16, "bf16": torch.bfloat16}
 SHAPE = "heads=32,kv_heads=8,seqlen_q=2048,seqlen_kv=2048,backward"
 
@@ -55,7 +55,7 @@ FP16 = (
 def worst_ratio_of(text: str, probe: Probe, queries: int, keys: int, seed: int) -> float:
     """Returns the largest ratio of error to tolerance of all gradients of an emulated launch."""
     problem = testing.problem(f"{SHAPE},{text}")
-    config = FAMILY.default(problem, H200)
+    config = usual_config(problem)
     kernel = render(FAMILY, problem, config, Specialization())
     small = msgspec.structs.replace(problem, heads=2, kv_heads=2, seqlen_q=queries, seqlen_kv=keys)
     case = Case(problem=small, probe=probe, block=config.block_m, scale=small.head_dim**-0.5)
