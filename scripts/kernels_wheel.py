@@ -13,7 +13,6 @@ from flashtune.bundle.bundle_file import open_bundle
 from flashtune.core import VERSION
 from flashtune.core.errors import BundleError, FlashtuneError
 from flashtune.launch.bundles import FILE, PACKAGE
-from flashtune.tuner.tables.bundles import listed
 
 PROJECT = """\
 [build-system]
@@ -41,8 +40,9 @@ def make_wheel(file: Path, out: Path) -> str:
             f"{file} was written by flashtune {written}, and flashtune {VERSION} uses none of its kernels: "
             "build it again"
         )
-    rows = listed(bundle)
-    compilers = sorted({f"Triton {row.triton} with ptxas {row.ptxas}" for row in rows})
+    bundle.check_all()
+    entries = [*bundle.entries()]
+    compilers = sorted({f"Triton {entry.triton} with ptxas {entry.ptxas}" for entry in entries})
     package = PACKAGE.format(arch.removeprefix("sm_"))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -53,20 +53,10 @@ def make_wheel(file: Path, out: Path) -> str:
             name=package.replace("_", "-"), version=VERSION, arch=arch, package=package, file=FILE
         )
         (folder / "pyproject.toml").write_text(project, encoding="utf-8")
-        command = [
-            sys.executable,
-            "-m",
-            "build",
-            "--quiet",
-            "--no-isolation",
-            "--wheel",
-            "--outdir",
-            str(out),
-            name,
-        ]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    verified = sum(bool(row.verified) for row in rows)
-    return f"{len(rows)} kernels for {arch}, {verified} of them verified, by {' and '.join(compilers)}"
+        command = [sys.executable, "-m", "build", "--quiet", "--no-isolation", "--wheel"]
+        subprocess.run([*command, "--outdir", str(out), name], check=True, stdout=subprocess.DEVNULL)
+    verified = sum(bool(entry.verified_on) for entry in entries)
+    return f"{len(entries)} kernels for {arch}, {verified} of them verified, by {' and '.join(compilers)}"
 
 
 def main() -> None:

@@ -36,8 +36,7 @@ def codes_of(path: Path) -> dict[str, Code]:
     """Returns the machine code of a bundle's kernels by their digests, after a check of the whole file."""
     bundle = open_bundle(path)
     bundle.check_all()
-    entries = filter(None, map(bundle.entry, bundle.index.entries))
-    return {entry.kernel: Code(entry.machine, (entry.triton, entry.ptxas)) for entry in entries}
+    return {entry.kernel: Code(entry.machine, (entry.triton, entry.ptxas)) for entry in bundle.entries()}
 
 
 def restamped(

@@ -20,7 +20,7 @@ import stat
 import struct
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -98,6 +98,10 @@ class Bundle:
             raise self._damaged("an entry has the place of another")
         return check_entry(entry)
 
+    def entries(self) -> Iterator[Entry]:
+        """Yields all entries in the order of their digests."""
+        return (entry for kernel in self.index.entries if (entry := self.entry(kernel)) is not None)
+
     def entry_of_recipe(self, recipe: str) -> Entry | None:
         """Returns the entry of the kernel that is rendered from some values, None without one."""
         kernel = self.index.recipes.get(recipe)
@@ -136,9 +140,7 @@ class Bundle:
 
     def check_all(self) -> None:
         """Reads everything, and checks that the digests of machine code are those of the entries."""
-        for kernel in self.index.entries:
-            entry = self.entry(kernel)
-            assert entry is not None
+        for entry in self.entries():
             for stage in entry.stages:
                 if machine_digest(self.code(stage.code), stage.function) != stage.machine:
                     raise self._damaged("a digest is not that of its machine code")
@@ -199,21 +201,43 @@ def dump_bundle(arch: str, version: str, entries: Iterable[Entry], codes: Mappin
     return assembled(index, frames.packed)
 
 
-def with_entries(bundle: Bundle, entries: Iterable[Entry]) -> bytes:
-    """Returns the file of a bundle with other entries of some of its kernels. Other frames are copied.
+def joined(
+    bundles: Sequence[Bundle], recipes: Collection[str] | None = None, changed: Iterable[Entry] = ()
+) -> bytes:
+    """Returns the file of all kernels of some bundles, or of those that have one of some recipes.
 
-    The recipes of the entries are those of before.
+    If several bundles have a recipe or a kernel, the first one's kernel serves it. Entries of `changed`
+    replace those of their kernels. All other frames are copied as they are.
     """
-    changed = {entry.kernel: check_entry(entry) for entry in entries}
-    frames, index = Frames(), bundle.index
-    listed = {
-        kernel: frames.add([msgspec.json.encode(changed[kernel])])[0]
-        if kernel in changed
-        else frames.copy(bundle, frame)
-        for kernel, frame in sorted(index.entries.items())
-    }
-    groups = tuple(frames.copy(bundle, group) for group in index.groups)
-    return assembled(index._replace(size=frames.size, groups=groups, entries=listed), frames.packed)
+    own = {entry.kernel: check_entry(entry) for entry in changed}
+    frames, entries, kernels = Frames(), dict[str, Frame](), dict[str, str]()
+    sources: dict[str, Bundle] = {}  # Of machine code.
+    for bundle in bundles:
+        for entry in bundle.entries():
+            served = (recipe for recipe in entry.recipes if bundle.index.recipes.get(recipe) == entry.kernel)
+            named = {recipe: entry.kernel for recipe in served if recipes is None or recipe in recipes}
+            if entry.kernel in entries or named.keys() <= kernels.keys():
+                continue
+            kernels = named | kernels
+            new = own.get(entry.kernel)
+            frame = bundle.index.entries[entry.kernel]
+            entries[entry.kernel] = (
+                frames.add([msgspec.json.encode(new)])[0] if new else frames.copy(bundle, frame)
+            )
+            for stage in entry.stages:
+                sources.setdefault(stage.code, bundle)
+    groups: list[Frame] = []
+    codes: dict[str, Piece] = {}
+    for bundle in bundles:
+        pieces = {code: bundle.index.codes[code] for code, source in sources.items() if source is bundle}
+        for number in sorted({piece.group for piece in pieces.values()}):
+            for code, piece in pieces.items():
+                if piece.group == number:
+                    codes[code] = msgspec.structs.replace(piece, group=len(groups))
+            groups.append(frames.copy(bundle, bundle.index.groups[number]))
+    first = bundles[0].index
+    index = Index(first.arch, first.flashtune, frames.size, tuple(groups), entries, codes, kernels)
+    return assembled(index, frames.packed)
 
 
 class Frames:
@@ -272,7 +296,7 @@ def _groups(entries: Iterable[Entry], codes: Mapping[str, bytes]) -> list[list[s
     return groups
 
 
-def merged(bundles: Iterable[Bundle]) -> tuple[list[Entry], dict[str, bytes]]:
+def merged(bundles: Sequence[Bundle]) -> tuple[list[Entry], dict[str, bytes]]:
     """Returns the entries and the machine code of some bundles of one architecture.
 
     Entries of one kernel with equal machine code become one with all recipes and receipts. Otherwise the
@@ -281,22 +305,26 @@ def merged(bundles: Iterable[Bundle]) -> tuple[list[Entry], dict[str, bytes]]:
     Raises:
         BundleError: The architectures differ, or a bundle is damaged.
     """
-    entries: dict[str, Entry] = {}
+    archs = {bundle.index.arch for bundle in bundles}
+    if len(archs) > 1:
+        raise BundleError(f"bundles of {' and '.join(sorted(archs))} cannot be merged: merge them apart")
+    entries: list[Entry] = []
     codes: dict[str, bytes] = {}
-    archs: set[str] = set()
     for bundle in bundles:
-        archs.add(bundle.index.arch)
-        if len(archs) > 1:
-            raise BundleError(f"bundles of {' and '.join(sorted(archs))} cannot be merged: merge them apart")
         bundle.check_all()
-        for kernel in bundle.index.entries:
-            entry = bundle.entry(kernel)
-            assert entry is not None
-            earlier = entries.get(kernel, entry)
-            entries[kernel] = with_both(earlier, entry) if earlier.machine == entry.machine else earlier
-            if earlier is entry:
-                codes |= {stage.code: bundle.code(stage.code) for stage in entry.stages}
-    return list(entries.values()), codes
+        entries += bundle.entries()
+        codes |= {code: bundle.code(code) for code in bundle.index.codes}
+    return united(entries), codes
+
+
+def united(entries: Iterable[Entry]) -> list[Entry]:
+    """Returns one entry for each kernel: the first, with the recipes and receipts of equal machine code."""
+    by_kernel: dict[str, Entry] = {}
+    for entry in entries:
+        first = by_kernel.setdefault(entry.kernel, entry)
+        if first is not entry and first.machine == entry.machine:
+            by_kernel[entry.kernel] = with_both(first, entry)
+    return [*by_kernel.values()]
 
 
 def with_both(first: Entry, second: Entry) -> Entry:

@@ -4,6 +4,7 @@ Its digest covers code, constants, parameters and their relocations. Debug infor
 because they do not affect the launch.
 """
 
+import contextlib
 import hashlib
 import struct
 from collections.abc import Iterator
@@ -41,6 +42,16 @@ class Section(NamedTuple):
         return b"" if self.type == NO_BITS else cubin[self.offset : self.offset + self.size]
 
 
+@contextlib.contextmanager
+def _reading() -> Iterator[None]:
+    """Converts errors of reading a damaged file."""
+    try:
+        yield
+    except (struct.error, ValueError, IndexError) as error:
+        raise BundleError(f"a kernel's machine code is damaged ({error}): build the bundle again") from error
+
+
+@_reading()
 def sections(cubin: bytes) -> list[Section]:
     """Returns all sections.
 
@@ -49,13 +60,7 @@ def sections(cubin: bytes) -> list[Section]:
     """
     if not cubin.startswith(MAGIC):
         raise BundleError("a kernel's machine code is not an ELF file of 64 bits: build the bundle again")
-    try:
-        return list(_sections(cubin))
-    except (struct.error, ValueError, IndexError) as error:
-        raise BundleError(f"a kernel's machine code is damaged ({error}): build the bundle again") from error
-
-
-def _sections(cubin: bytes) -> Iterator[Section]:
+    listed = []
     (table,) = struct.unpack_from("<Q", cubin, 0x28)
     size, count, names_at = struct.unpack_from("<HHH", cubin, 0x3A)
     headers = [(table + size * index, struct.unpack_from("<IIQQQQI", cubin, table + size * index))
@@ -64,7 +69,8 @@ def _sections(cubin: bytes) -> Iterator[Section]:
     for at, (name_at, kind, flags, _, offset, length, link) in headers:
         start = names + name_at
         name = cubin[start : cubin.index(b"\0", start)].decode("ascii")
-        yield Section(name, at, kind, flags, offset, length, link)
+        listed.append(Section(name, at, kind, flags, offset, length, link))
+    return listed
 
 
 def without_debug(cubin: bytes) -> bytes:
@@ -113,6 +119,7 @@ def without_debug(cubin: bytes) -> bytes:
     return bytes(stripped + headers + segments)
 
 
+@_reading()
 def machine_digest(cubin: bytes, function: str) -> str:
     """Returns a digest of all parts of a kernel's machine code that affect its launch, 32 hex digits."""
     parts = hashlib.sha256()
@@ -141,6 +148,7 @@ def _relocations(
     return found
 
 
+@_reading()
 def parameter_sizes(cubin: bytes, function: str) -> list[int]:
     """Returns the sizes of a kernel's parameters in bytes, in order."""
     sizes: dict[int, int] = {}

@@ -120,3 +120,10 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Digest of all stages' machine code and launches, which receipts are bound to."""
         launched = [msgspec.structs.replace(stage, code="", function="") for stage in self.stages]
         return hashlib.sha256(msgspec.json.encode((launched, self.plan))).hexdigest()[:32]
+
+    @property
+    def verified_on(self) -> set[str]:
+        """Returns the GPUs on which this machine code passed a verification."""
+        passed = [receipt for receipt in self.receipts if receipt.verdict.passed]
+        machine = self.machine if passed else ""
+        return {receipt.target for receipt in passed if receipt.machine == machine}

@@ -96,15 +96,14 @@ def entry_of(
         zip(planned.kernels, planned.names, strict=True)
     ):
         compiled = binary[function]
-        code = cubin.without_debug(compiled.asm["cubin"])
-        sha256 = hashlib.sha256(code).hexdigest()
-        codes[sha256] = code
         scratch_name = ""
         if compiled.metadata.global_scratch_size:
             scratch_name = f"scratch_{number}"
             shapes[scratch_name] = (math.prod(grid) * (compiled.metadata.global_scratch_size // FLOAT32),)
         parameters = _parameters(program, arguments, names, integers, described, scratch_name)
-        stages.append(_stage(compiled, function, code, sha256, parameters, [*map(program.position, grid)]))
+        stage, code = _stage(compiled, function, parameters, tuple(map(program.position, grid)))
+        stages.append(stage)
+        codes[stage.code] = code
     workspaces = tuple(Workspace(name, tuple(map(program.position, shape))) for name, shape in shapes.items())
     # Everything above may add instructions.
     plan = Plan(tuple(program.tensors), tuple(program.instructions), workspaces, tuple(described))
@@ -119,18 +118,16 @@ def tail_entry(dtype: torch.dtype, target: Target, ptxas: str) -> tuple[Entry, d
     Compiled by Triton it has no self-check, so its entry needs no receipt.
     """
     compiled = compile_clear(dtype, target)
-    code = cubin.without_debug(compiled.asm["cubin"])
-    sha256 = hashlib.sha256(code).hexdigest()
     parameters = (
         *(Parameter("pointer", name) for name in PLAN.tensors),
         *(Parameter("i32", value=value) for value in INTEGERS),
         # Memory of the compiler's own, and that of a profiler.
         *[Parameter("pointer", value=NULL_POSITION)] * 2,
     )
-    stage = _stage(compiled, clear_tail.__name__, code, sha256, parameters, [GRID])
+    stage, code = _stage(compiled, clear_tail.__name__, parameters, (GRID,))
     recipe = tail_recipe(dtype)
     entry = Entry(recipe, TAIL, (stage,), PLAN, compiled.metadata.triton_version, ptxas, (recipe,))
-    return check_entry(entry), {sha256: code}
+    return check_entry(entry), {stage.code: code}
 
 
 def _descriptors(
@@ -182,14 +179,14 @@ def _parameters(
 
 
 def _stage(
-    compiled: Any, function: str, code: bytes, sha256: str, parameters: tuple[Parameter, ...], grid: list[int]
-) -> Stage:
-    """Returns a kernel of a launch, with the compiler's metadata.
+    compiled: Any, function: str, parameters: tuple[Parameter, ...], grid: tuple[int, ...]
+) -> tuple[Stage, bytes]:
+    """Returns a kernel of a launch, with the compiler's metadata, and its machine code.
 
     Raises:
         BundleError: The metadata or parameters are not those that bundles express.
     """
-    metadata = compiled.metadata
+    metadata, code = compiled.metadata, cubin.without_debug(compiled.asm["cubin"])
     for name, expected in UNSUPPORTED.items():
         if getattr(metadata, name, expected) != expected:
             raise BundleError(f"bundles do not support kernels with {name} {getattr(metadata, name)}")
@@ -198,13 +195,14 @@ def _stage(
         raise BundleError(
             f"the parameters of {function} are not those of its machine code: use another Triton"
         )
-    return Stage(
+    stage = Stage(
         function=function,
-        code=sha256,
+        code=hashlib.sha256(code).hexdigest(),
         machine=cubin.machine_digest(code, function),
         shared_bytes=metadata.shared,
         threads=32 * metadata.num_warps,
         early=metadata.launch_pdl,
         parameters=parameters,
-        grid=tuple(grid),
+        grid=grid,
     )
+    return stage, code

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 VARIABLE = "FLASHTUNE_BUNDLE"
 # A package of data for each architecture, with this file.
 PACKAGE, FILE = "flashtune_kernels_sm{}", "kernels.bundle"
+# The driver's words.
+OUT_OF_MEMORY = "out of memory"
 
 
 def bundle_paths(capability: int, database: Path | None) -> list[Path]:
@@ -46,6 +48,28 @@ def bundle_paths(capability: int, database: Path | None) -> list[Path]:
     package = importlib.util.find_spec(PACKAGE.format(capability))
     folders = package.submodule_search_locations if package else None
     return [*paths, *(Path(folder, FILE) for folder in (folders or ())[:1])]
+
+
+def opened(target: Target, database: Path | None) -> Iterator[Bundle | UsageError]:
+    """Yields the bundles of a GPU in the order of look-up, and in place of unusable ones their errors."""
+    try:
+        paths = bundle_paths(target.capability, database) if target.is_nvidia else []
+    except UsageError as error:
+        yield error
+        return
+    for path in paths:
+        from flashtune.bundle.bundle_file import open_bundle
+
+        try:
+            bundle = open_bundle(path, own=path == database)
+        except BundleError as error:
+            yield error
+            continue
+        if bundle.index.arch == target.arch:
+            yield bundle
+        else:
+            words = f"the bundle {path} is for {bundle.index.arch}, not for {target.arch}: use another"
+            yield BundleError(words)
 
 
 def recipe_of(record: Record, specialization: Specialization) -> str:
@@ -104,7 +128,13 @@ class Bundles:
     def of(self, target: Target) -> list[Bundle]:
         """Returns the bundles for a GPU, in the order of look-up. Warns once of those with an error."""
         if target.arch not in self._open:
-            self._open[target.arch] = [*self._opened(target)] if target.is_nvidia else []
+            usable = []
+            for bundle in opened(target, self._of_database(target.arch)):
+                if isinstance(bundle, UsageError):
+                    _warn(bundle)
+                else:
+                    usable.append(bundle)
+            self._open[target.arch] = usable
         return self._open[target.arch]
 
     def find(self, record: Record, specialization: Specialization, target: Target) -> Located | None:
@@ -115,8 +145,7 @@ class Bundles:
         if not self.of(target):
             return None
         for located in self.entries(recipe_of(record, specialization), target):
-            receipts = {(receipt.machine, receipt.target) for receipt in located.entry.receipts}
-            if receipts and (located.entry.machine, target.name) in receipts:
+            if target.name in located.entry.verified_on:
                 return located
         return None
 
@@ -132,7 +161,11 @@ class Bundles:
                 yield Located(entry, bundle)
 
     def load(self, located: Located, target: Target, device: torch.device) -> BundledBinary | None:
-        """Returns the code of an entry on a device. None after an error, of which it warns."""
+        """Returns the code of an entry on a device. None after an error, of which it warns.
+
+        Raises:
+            KernelError: The device has no memory for the code.
+        """
         from flashtune.launch.bundle_binding import BundledBinary, load_entry
 
         entry, bundle = located
@@ -142,31 +175,12 @@ class Bundles:
             try:
                 functions = load_entry(entry, bundle.code, self._driver, device)
             except (BundleError, KernelError) as error:
+                if OUT_OF_MEMORY in str(error):
+                    raise  # A compiled kernel would not fit either, and memory may be free later.
                 self._forget(target, bundle, error)
                 return None
             binary = self._loaded[key] = BundledBinary(entry, functions, self._driver)
         return binary
-
-    def _opened(self, target: Target) -> Iterator[Bundle]:
-        """Yields the bundles for a target. Warns of those with an error."""
-        database = self._of_database(target.arch)
-        try:
-            paths = bundle_paths(target.capability, database)
-        except UsageError as error:
-            _warn(error)
-            return
-        for path in paths:
-            from flashtune.bundle.bundle_file import open_bundle
-
-            try:
-                bundle = open_bundle(path, own=path == database)
-                if bundle.index.arch != target.arch:
-                    raise BundleError(
-                        f"the bundle {path} is for {bundle.index.arch}, not for {target.arch}: use another"
-                    )
-                yield bundle
-            except BundleError as error:
-                _warn(error)
 
     def _forget(self, target: Target, bundle: Bundle, error: Exception) -> None:
         self._open[target.arch] = [other for other in self._open[target.arch] if other is not bundle]

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from flashtune.bundle.bundle_file import HEAD, MAGIC, bundle_of, dump_bundle, merged, open_bundle
+from flashtune.bundle.bundle_file import HEAD, MAGIC, bundle_of, dump_bundle, joined, merged, open_bundle
 from flashtune.bundle.cubin import machine_digest, parameter_sizes, without_debug
 from flashtune.bundle.records import Entry
 from flashtune.core.errors import BundleError
@@ -50,6 +50,15 @@ def test_merge_unites_recipes_and_receipts(entries: Entries, content: bytes) -> 
     assert dump_bundle("sm_90", "1.0", found, stored)
     with pytest.raises(BundleError, match="merge them apart"):
         merged([bundle_of(content, "a"), bundle_of(dump_bundle("sm_80", "1.0", [entry], codes), "b")])
+
+
+def test_copied_recipes_keep_their_kernels(entries: Entries) -> None:
+    codes = {sha256: code for _, codes in entries for sha256, code in codes.items()}
+    rivals = [msgspec.structs.replace(entry, recipes=("e" * 32,)) for entry, _ in entries]
+    bundle = bundle_of(dump_bundle("sm_90", "1.0", rivals, codes), "a")
+    copy = bundle_of(joined([bundle]), "b")
+    assert dict(copy.index.recipes) == dict(bundle.index.recipes)
+    assert [entry.kernel for entry in copy.entries()] == [*bundle.index.recipes.values()]
 
 
 def test_receipt_is_bound_to_code_and_launch(entries: Entries) -> None:
@@ -173,3 +182,9 @@ def test_debug_information_and_names_do_not_change_the_digest() -> None:
 def test_damaged_machine_code_is_refused(code: bytes) -> None:
     with pytest.raises(BundleError, match="build the bundle again"):
         parameter_sizes(code, "kernel")
+
+
+def test_truncated_section_of_machine_code_is_refused() -> None:
+    short = cubin("kernel", b"\x04\x17\x0c\0").replace(b".text.kernel", b".nv.info.ker")
+    with pytest.raises(BundleError, match="is damaged"):
+        parameter_sizes(short, "ker")

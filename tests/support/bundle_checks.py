@@ -14,6 +14,17 @@ VERDICT = Verdict(passed=True, worst_ratio=0.5, checks=3, failed="", device="NVI
 WRONG, FATAL, CROWDED = 2, 3, 4
 
 
+class Passes(dict[str, Receipt]):
+    """A receipt of a GPU for all machine code, in place of those that ship."""
+
+    def __init__(self, target: str) -> None:
+        super().__init__()
+        self.target = target
+
+    def get(self, machine: str, default: object = None) -> Receipt:
+        return Receipt(machine, self.target, "580.1", VERDICT)
+
+
 def pass_most(path: Path, job: Job, index: int) -> list[Result]:
     """One kernel is wrong, one ends its process, and one finds memory only in a new process on its own."""
     return [_result(path, use.kernel, index) for use in job]

@@ -83,29 +83,18 @@ def library(name: str, oldest: tuple[int, int], newest: tuple[int, int] | None) 
 
 def bundles(target: Target) -> Iterator[Finding]:
     """Returns the bundles whose kernels are loaded instead of compiled, and why others are not used."""
-    from flashtune.bundle.bundle_file import open_bundle
     from flashtune.db.location import database_bundle
-    from flashtune.launch.bundles import bundle_paths
+    from flashtune.launch.bundles import opened
 
-    own = database_bundle(target.arch)
-    unusable = "until then kernels are compiled"
-    try:
-        paths = bundle_paths(target.capability, own) if target.is_nvidia else []
-    except FlashtuneError as error:
-        yield Finding("bundle", Level.WARN, str(error), unusable)
-        return
-    if not paths:
+    results = [*opened(target, database_bundle(target.arch))]
+    if not results:
         yield Finding("bundle", Level.OK, f"none for {target.arch}: first calls compile their kernels")
-    for path in paths:
-        try:
-            index = open_bundle(path, own=path == own).index
-        except FlashtuneError as error:
-            yield Finding("bundle", Level.WARN, str(error), unusable)
-            continue
-        found = f"{path}, {len(index.entries):,} kernels for {index.arch}"
-        fits = index.arch == target.arch
-        advice = "" if fits else f"name a bundle for {target.arch}"
-        yield Finding("bundle", Level.OK if fits else Level.WARN, found, advice)
+    for bundle in results:
+        if isinstance(bundle, FlashtuneError):
+            yield Finding("bundle", Level.WARN, str(bundle), "until then kernels are compiled")
+        else:
+            number = len(bundle.index.entries)
+            yield Finding("bundle", Level.OK, f"{bundle.where}, {number:,} kernels for {target.arch}")
 
 
 def _numbers(version: str) -> tuple[int, int]:

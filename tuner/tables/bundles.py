@@ -2,8 +2,7 @@
 
 import functools
 import random
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,14 +15,13 @@ from flashtune.bundle.records import Entry, Receipt
 from flashtune.core.errors import BundleError, FlashtuneError, MachineError
 from flashtune.core.kernel import Alignment, Specialization
 from flashtune.core.machine import ptxas_version, triton_version
+from flashtune.core.problem import Problem
 from flashtune.core.record import Record
 from flashtune.core.target import Target
-from flashtune.db.codec import Check
 from flashtune.db.machine_receipts import load_receipts
 from flashtune.db.table import TunedTable
 from flashtune.dispatch.lookup import BUNDLED_EXTENTS, select
 from flashtune.dispatch.tables import Tables
-from flashtune.dispatch.versions import current_versions
 from flashtune.launch.binding import compile_binary
 from flashtune.launch.bundle_entries import entry_of, tail_entry
 from flashtune.launch.bundles import recipe_of
@@ -52,6 +50,14 @@ SEED, PLAIN_SHAPES, FEATURE_SHAPES = 43, 40, 4
 # Types of outputs of packed calls.
 CLEARED = (torch.bfloat16, torch.float16, torch.float32)
 UNALIGNED = Specialization(Alignment.ANY)
+
+
+class Choice(NamedTuple):
+    """The kernel that dispatch chooses for a call."""
+
+    problem: Problem
+    record: Record
+    specialization: Specialization
 
 
 class Built(NamedTuple):
@@ -109,7 +115,6 @@ def build(
     calls: Iterable[Call],
     target: Target,
     tables: Tables,
-    evidence: Iterable[TunedTable] = (),
     base: Path | None = None,
     watch: Watch = lambda phase, done, total: None,
 ) -> Built:
@@ -119,7 +124,6 @@ def build(
         calls: The calls.
         target: The GPU.
         tables: The tables of dispatch.
-        evidence: Tables whose receipts hold for kernels of the installed compiler.
         base: The file of a bundle whose kernels of the installed compiler are taken as they are.
         watch: Called with the progress of compilation.
 
@@ -130,29 +134,35 @@ def build(
         raise BundleError(
             f"bundles hold code of NVIDIA's GPUs, and {target.name} is none: name another target"
         )
-    chosen: dict[str, tuple[Record, Specialization]] = {}
-    left_out: list[str] = []
-    for problem, specialization in dict.fromkeys(calls):
-        try:
-            record = select(problem, target, tables, specialization, generated=True).record
-        except FlashtuneError as error:
-            left_out.append(str(error))
-            continue
-        chosen.setdefault(recipe_of(record, specialization), (record, specialization))
-    compilers, receipts = _compilers(), _receipts(evidence)
+    chosen, left_out = choices(calls, target, tables)
     entries: dict[str, Entry] = {}
     codes: dict[str, bytes] = {}
-    for recipe, made, its_codes, failed in _compiled(chosen, target, compilers, base, watch):
-        if made is None:
-            record = chosen[recipe][0]
-            left_out.append(f"{record.family} for {record.problem.key}: {failed}")
-            continue
-        passed = sorted(receipts.get(made.kernel, {}).items())
-        bound = tuple(Receipt(made.machine, *where, check.verdict) for where, check in passed)
-        entry = msgspec.structs.replace(made, receipts=(*made.receipts, *bound))
-        entries[entry.kernel] = with_both(entries.get(entry.kernel, entry), entry)
-        codes |= its_codes
-    for dtype in CLEARED if any(record.problem.packed for record, _ in chosen.values()) else ():
+    workers = Workers(max(1, min(len(chosen), available_cpus())))
+    try:
+        jobs = {
+            recipe: workers.schedule(
+                compile_entry, (choice.record, choice.specialization, target, base), COMPILE_SECONDS
+            )
+            for recipe, choice in chosen.items()
+        }
+        for done, (recipe, job) in enumerate(jobs.items()):
+            watch("compiling", done, len(jobs))
+            try:
+                entry, its_codes = job.result()
+            except MachineError:
+                raise
+            except (FlashtuneError, TimeoutError, ProcessExpired) as error:
+                record = chosen[recipe].record
+                left_out.append(f"{record.family} for {record.problem.key}: {first_line(error)}")
+                continue
+            entry = msgspec.structs.replace(entry, recipes=(recipe,))
+            # Of a kernel that was compiled twice, the first code serves all recipes.
+            entries[entry.kernel] = with_both(entries.get(entry.kernel, entry), entry)
+            codes |= its_codes
+        watch("compiling", len(jobs), len(jobs))
+    finally:
+        workers.stop()
+    for dtype in CLEARED if any(choice.record.problem.packed for choice in chosen.values()) else ():
         entry, its_codes = tail_entry(dtype, target, ptxas_version())
         entries[entry.kernel] = entry
         codes |= its_codes
@@ -161,49 +171,48 @@ def build(
     return Built([*proven], codes, tuple(dict.fromkeys(left_out)))
 
 
-def _compiled(
-    chosen: Mapping[str, tuple[Record, Specialization]],
+def choices(
+    calls: Iterable[Call],
     target: Target,
-    compilers: tuple[str, str],
-    base: Path | None,
-    watch: Watch,
-) -> Iterator[tuple[str, Entry | None, dict[str, bytes], str]]:
-    """Yields for each recipe its entry and machine code, or why there are none. Compiles on all cores."""
-    workers = Workers(max(1, min(len(chosen), available_cpus())))
-    try:
-        jobs = {
-            recipe: workers.schedule(compile_entry, (*made, target, compilers, base), COMPILE_SECONDS)
-            for recipe, made in chosen.items()
-        }
-        for done, (recipe, job) in enumerate(jobs.items()):
-            watch("compiling", done, len(jobs))
-            try:
-                entry, codes = job.result()
-            except MachineError:
-                raise
-            except (FlashtuneError, TimeoutError, ProcessExpired) as error:
-                yield recipe, None, {}, first_line(error)
-            else:
-                yield recipe, msgspec.structs.replace(entry, recipes=(recipe,)), codes, ""
-        watch("compiling", len(jobs), len(jobs))
-    finally:
-        workers.stop()
+    tables: Tables,
+    watch: Watch = lambda phase, done, total: None,
+) -> tuple[dict[str, Choice], list[str]]:
+    """Returns the kernels that dispatch chooses for calls by their recipes, and why other calls have none."""
+
+    @functools.cache
+    def chosen(problem: Problem, assumed: Specialization) -> Record | str:
+        try:
+            return select(problem, target, tables, assumed, generated=True).record
+        except FlashtuneError as error:
+            return str(error)
+
+    found: dict[str, Choice] = {}
+    left_out: list[str] = []
+    distinct = dict.fromkeys(calls)
+    for number, (problem, specialization) in enumerate(distinct):
+        watch("choosing kernels", number, len(distinct))
+        # The log-sum-exp does not change the choice.
+        record = chosen(problem, msgspec.structs.replace(specialization, lse=False))
+        if isinstance(record, str):
+            left_out.append(record)
+        else:
+            found.setdefault(recipe_of(record, specialization), Choice(problem, record, specialization))
+    return found, left_out
 
 
 def compile_entry(
     record: Record,
     specialization: Specialization,
     target: Target,
-    compilers: tuple[str, str],
     base: Path | None = None,
 ) -> tuple[Entry, dict[str, bytes]]:
     """Returns the entry of a record's kernel and its machine code, of a base or compiled in this process."""
     kernel = kernel_of(record, specialization)
     bundle = _opened(base) if base else None
     entry = bundle and bundle.entry(kernel.digest)
-    if bundle and entry and (entry.triton, entry.ptxas) == compilers:
+    if bundle and entry and (entry.triton, entry.ptxas) == (triton_version(), ptxas_version()):
         return entry, {stage.code: bundle.code(stage.code) for stage in entry.stages}
-    return entry_of(kernel, record.problem, compile_binary(kernel, target), compilers[1])
+    return entry_of(kernel, record.problem, compile_binary(kernel, target), ptxas_version())
 
 
 @functools.cache
@@ -213,31 +222,6 @@ def _opened(path: Path) -> Bundle:
 
 def _with_receipt(entry: Entry, receipt: Receipt | None) -> Entry:
     return entry if receipt is None else with_both(entry, msgspec.structs.replace(entry, receipts=(receipt,)))
-
-
-def _receipts(tables: Iterable[TunedTable]) -> dict[str, dict[tuple[str, str], Check]]:
-    """Returns the passed checks of kernels of the installed compiler, by GPU and driver.
-
-    The same source and compiler give the same machine code, so the receipts hold for it.
-    """
-    receipts: dict[str, dict[tuple[str, str], Check]] = defaultdict(dict)
-    for table in tables:
-        own = (
-            Check(
-                digest=record.kernel, target=record.target, versions=record.versions, verdict=record.verdict
-            )
-            for record in table.records
-            if record.kernel and record.verdict
-        )
-        for check in (*own, *table.receipts):
-            if check.verdict.passed and check.versions.compilers == _compilers():
-                receipts[check.digest][check.target, check.versions.driver] = check
-    return receipts
-
-
-def _compilers() -> tuple[str, str]:
-    # The version of the assembler does not depend on the family.
-    return triton_version(), current_versions("forward_q_outer").ptxas
 
 
 class Listed(msgspec.Struct, frozen=True):
@@ -258,17 +242,12 @@ def listed(bundle: Bundle) -> list[Listed]:
     """Returns the entries of a bundle by family and digest, after a check of the whole file."""
     bundle.check_all()
     rows = []
-    for kernel in bundle.index.entries:
-        entry = bundle.entry(kernel)
-        assert entry is not None
+    for entry in bundle.entries():
         sizes = [bundle.index.codes[stage.code].size for stage in entry.stages]
-        verified = tuple(
-            sorted({receipt.target for receipt in entry.receipts if receipt.machine == entry.machine})
-        )
         functions = tuple(stage.function for stage in entry.stages)
         row = Listed(
-            kernel, entry.family, functions, entry.machine, sum(sizes), len(entry.recipes), verified,
-            entry.triton, entry.ptxas,
+            entry.kernel, entry.family, functions, entry.machine, sum(sizes), len(entry.recipes),
+            tuple(sorted(entry.verified_on)), entry.triton, entry.ptxas,
         )  # fmt: skip
         rows.append(row)
     return sorted(rows, key=lambda row: (row.family, row.kernel))

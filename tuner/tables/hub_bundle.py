@@ -37,15 +37,18 @@ class Parameter(NamedTuple):
 
 
 class Bundle:
-    """A file of machine code, whose parts are read when they are used."""
+    """A file of machine code, whose parts are decompressed when they are used."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        head = self._read(0, HEAD.size)
-        _, _, self._size, digest = HEAD.unpack(head)
-        packed = self._read(HEAD.size, self._size)
-        if not head.startswith(BEGIN) or hashlib.sha256(packed).digest() != digest:
-            raise RuntimeError(f"{path} is damaged: download the package again")
+        self._damaged = RuntimeError(f"{path} is damaged: download the package again")
+        self._content = path.read_bytes()
+        if len(self._content) < HEAD.size or not self._content.startswith(BEGIN):
+            raise self._damaged
+        _, _, size, digest = HEAD.unpack_from(self._content)
+        self._frames = HEAD.size + size
+        packed = self._content[HEAD.size : self._frames]
+        if hashlib.sha256(packed).digest() != digest:
+            raise self._damaged
         index = zlib.decompress(packed)
         head_size, entries, codes, _ = COUNTS.unpack_from(index)
         start = COUNTS.size + head_size
@@ -56,16 +59,15 @@ class Bundle:
         pieces = CODE.iter_unpack(index[end : end + codes * CODE.size])
         self._codes = {key.hex(): piece for key, *piece in pieces}
 
-    def _read(self, offset: int, size: int) -> bytes:
-        with self._path.open("rb") as file:
-            file.seek(offset)
-            return file.read(size)
-
     def _frame(self, frame: Sequence[Any]) -> bytes:
         offset, size, _, digest = frame
-        content = lzma.decompress(self._read(HEAD.size + self._size + offset, size))
+        start = self._frames + offset
+        try:
+            content = lzma.decompress(self._content[start : start + size])
+        except lzma.LZMAError as error:
+            raise self._damaged from error
         if hashlib.sha256(content).hexdigest() != digest:
-            raise RuntimeError(f"{self._path} is damaged: download the package again")
+            raise self._damaged
         return content
 
     def entry(self, kernel: str, gpu: str) -> Any:

@@ -12,25 +12,25 @@ from typing import NamedTuple
 import msgspec
 import torch
 
-from flashtune.bundle.bundle_file import Bundle, bundle_of, open_bundle, with_entries
+from flashtune.bundle.bundle_file import Bundle, bundle_of, joined, open_bundle, with_both
 from flashtune.bundle.driver import Driver
 from flashtune.bundle.records import Entry, Receipt
-from flashtune.core.errors import FlashtuneError, MachineError
+from flashtune.core.errors import MachineError
 from flashtune.core.kernel import Specialization
 from flashtune.core.machine import machine_errors
 from flashtune.core.problem import Problem
 from flashtune.core.record import Record, Verdict
 from flashtune.core.target import Target, device_target
-from flashtune.dispatch.lookup import select
 from flashtune.dispatch.tables import Tables
 from flashtune.dispatch.versions import driver_version
 from flashtune.launch.bundle_binding import BundledBinary, load_entry
 from flashtune.launch.bundle_entries import TAIL
-from flashtune.launch.bundles import bundled_kernel, recipe_of
+from flashtune.launch.bundles import bundled_kernel
 from flashtune.launch.compilation import first_line
 from flashtune.tuner.execution.cpus import available_cpus
 from flashtune.tuner.execution.gpu_jobs import fatal_error, leave_if_broken
 from flashtune.tuner.execution.processes import Workers, exit_code_of, lacked_memory
+from flashtune.tuner.tables.bundles import choices
 from flashtune.tuner.tables.table_files import write_file
 from flashtune.tuner.tables.warm import Call, Watch
 from flashtune.tuner.verify.verify_jobs import POLL_SECONDS, Runs, failure, with_memory
@@ -64,14 +64,11 @@ Check = Callable[[Path, Job, int], list[Result]]
 
 def unverified(bundle: Bundle, target: Target) -> set[str]:
     """Returns the kernels of a bundle that need a receipt of a GPU and have none."""
-    kernels = set()
-    for kernel in bundle.index.entries:
-        entry = bundle.entry(kernel)
-        assert entry is not None
-        receipts = ((receipt.machine, receipt.target) for receipt in entry.receipts)
-        if entry.family != TAIL and (entry.machine, target.name) not in receipts:
-            kernels.add(kernel)
-    return kernels
+    return {
+        entry.kernel
+        for entry in bundle.entries()
+        if entry.family != TAIL and target.name not in entry.verified_on
+    }
 
 
 def uses_of(
@@ -83,26 +80,13 @@ def uses_of(
     watch: Watch = lambda phase, done, total: None,
 ) -> dict[str, Use]:
     """Returns a use of each of some kernels that dispatch chooses for calls, by the kernel's digest."""
-
-    @functools.cache
-    def chosen(problem: Problem, assumed: Specialization) -> Record | None:
-        try:
-            return select(problem, target, tables, assumed, generated=True).record
-        except FlashtuneError:
-            return None  # no kernel computes it, as the build reported
-
+    chosen, _ = choices(calls, target, tables, watch)
     uses: dict[str, Use] = {}
-    distinct = dict.fromkeys(calls)
-    for number, (problem, specialization) in enumerate(distinct):
-        watch("choosing kernels", number, len(distinct))
-        if len(uses) == len(kernels):
-            break
-        # The log-sum-exp does not change the choice.
-        record = chosen(problem, msgspec.structs.replace(specialization, lse=False))
-        kernel = record and bundle.index.recipes.get(recipe_of(record, specialization))
-        if record and kernel and kernel in kernels and kernel not in uses:
-            same = msgspec.structs.replace(problem, causal=record.problem.causal)
-            uses[kernel] = Use(kernel, same, record, specialization)
+    for recipe, choice in chosen.items():
+        kernel = bundle.index.recipes.get(recipe)
+        if kernel in kernels and kernel is not None:
+            same = msgspec.structs.replace(choice.problem, causal=choice.record.problem.causal)
+            uses.setdefault(kernel, Use(kernel, same, choice.record, choice.specialization))
     return uses
 
 
@@ -183,7 +167,7 @@ def verify(
 
     def save() -> None:
         nonlocal file, written, saved
-        content = with_entries(file, _with_receipts(file, [*results.items()][written:]))
+        content = joined([file], changed=_with_receipts(file, [*results.items()][written:]))
         write_file(out, content)
         file, written, saved = bundle_of(content, str(out)), len(results), time.monotonic()
 
@@ -218,7 +202,7 @@ def _with_receipts(bundle: Bundle, results: Iterable[tuple[str, Result]]) -> Ite
         entry = bundle.entry(kernel)
         assert entry is not None
         if isinstance(result, Receipt):
-            yield msgspec.structs.replace(entry, receipts=(*entry.receipts, result))
+            yield with_both(msgspec.structs.replace(entry, receipts=(result,)), entry)
 
 
 def _jobs(uses: Mapping[str, Use]) -> list[Job]:

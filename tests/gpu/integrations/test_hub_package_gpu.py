@@ -11,11 +11,13 @@ import torch
 from flashtune.core.problem import Feature
 from flashtune.core.record import Record
 from flashtune.core.target import device_target
+from flashtune.tuner.tables import bundles
 from flashtune.tuner.tables.export_bundle import verified_bundles
 from flashtune.tuner.tables.hub_package import NO_BUNDLES, is_served, package_files
 from flashtune.tuner.tables.lookup import shipped_selections
 from tests.gpu.marks import ON_HOPPER
 from tests.problems.serving_batches import Batch, Case, expected, fill_earlier, make_batch
+from tests.support.bundle_checks import Passes
 from tests.support.models.hub_generation import LENGTHS, NEW_TOKENS, PAGED, Settings, generation_of
 from tests.support.records import make_record
 
@@ -76,7 +78,10 @@ def loaded_package(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.filterwarnings("error")
-def test_machine_code_gives_the_bits_of_a_compilation(tmp_path: Path) -> None:
+def test_machine_code_gives_the_bits_of_a_compilation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bundles, "load_receipts", Passes)
     records = [
         make_record(
             f"heads=4,kv_heads=2,seqlen={seqlen},head_dim=128,causal,{features}",

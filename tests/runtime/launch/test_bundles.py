@@ -13,6 +13,7 @@ from flashtune import testing
 from flashtune.bundle.bundle_file import bundle_of, dump_bundle
 from flashtune.bundle.driver import Driver
 from flashtune.bundle.records import Entry, Receipt
+from flashtune.core.errors import KernelError
 from flashtune.core.notices import FlashtuneWarning
 from flashtune.core.record import Record, Selection, Verdict, VerificationStatus
 from flashtune.core.target import find_target
@@ -178,6 +179,21 @@ def test_damaged_code_or_failed_load_is_compiled_instead(path: Path, entry: Any,
         assert bundles.find(record, CONTIGUOUS, H200) is None
 
 
+def test_bundle_stays_in_use_if_memory_is_short(path: Path, entry: Any, record: Record) -> None:
+    class Full(CudaLibrary):
+        def cuModuleLoadData(self, module: Any, code: bytes) -> int:
+            return 2
+
+        def cuGetErrorString(self, status: int, text: Any) -> int:
+            text._obj.value = b"out of memory"
+            return 0
+
+    bundles = Bundles(Driver(Full()))
+    with pytest.raises(KernelError, match="out of memory"):
+        bundles.load(present(bundles.find(record, CONTIGUOUS, H200)), H200, CPU)
+    assert bundles.find(record, CONTIGUOUS, H200) is not None
+
+
 def test_hash_of_dispatch_covers_bundles(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hashes = set()
     for content in (path.read_bytes(), dump_bundle("sm_90", "2.0", [], {})):
@@ -220,6 +236,14 @@ def test_bundle_of_the_database_serves_unless_another_user_can_write_it(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert Bundles(of_database=lambda arch: database).find(record, CONTIGUOUS, H200) is None
+
+
+def test_failed_verification_is_no_receipt(path: Path, entry: Any, record: Record) -> None:
+    made, codes = entry
+    verdict = msgspec.structs.replace(VERDICT, passed=False, failed="needle")
+    failed = msgspec.structs.replace(made.receipts[0], verdict=verdict)
+    path.write_bytes(dump_bundle("sm_90", "1", [msgspec.structs.replace(made, receipts=(failed,))], codes))
+    assert Bundles(Driver(CudaLibrary())).find(record, CONTIGUOUS, H200) is None
 
 
 @pytest.mark.parametrize("passes", [True, False])

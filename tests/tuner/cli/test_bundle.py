@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -31,14 +30,9 @@ def test_two_builds_in_other_folders_give_the_same_bytes(
         monkeypatch.setenv("FLASHTUNE_CACHE_DIR", str(tmp_path / name))
         monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / name / "triton"))
         files.append(tmp_path / f"{name}.bundle")
-        built = run(
-            "bundle", "build", "--target", "a100", "--shape", SHAPE, "--out", files[-1], "--json", "-q"
-        )
-        assert built.exit_code == 0, built.output
-        report: dict[str, Any] = json.loads(built.stdout)
+        built = run("bundle", "build", "--target", "a100", "--shape", SHAPE, "--out", files[-1], "-q")
         # No output is packed, so no kernel clears a tail.
-        assert (report["arch"], report["kernels"], report["verified"]) == ("sm_80", 1, 0)
-        assert report["size"] == files[-1].stat().st_size
+        assert f"{files[-1]} has 1 kernels for sm_80, of which 0 have a receipt" in built.stdout
     assert files[0].read_bytes() == files[1].read_bytes()
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "empty"))
     arguments = ["bundle", "build", "--target", "a100", "--shape", SHAPE, "--out", tmp_path / "c.bundle"]
@@ -48,8 +42,8 @@ def test_two_builds_in_other_folders_give_the_same_bytes(
     rows = json.loads(run("bundle", "list", files[0], "--json").stdout)
     receipt = Receipt(rows[0]["machine"], "nvidia-a100", "580.1", VERDICT)
     monkeypatch.setattr(bundles, "load_receipts", lambda target: {receipt.machine: receipt})
-    verified = run(*arguments, "--base", files[0], "--json", "-q")
-    assert json.loads(verified.stdout)["verified"] == 1
+    verified = run(*arguments, "--base", files[0], "-q")
+    assert "of which 1 have a receipt" in verified.stdout
     families = {row["family"]: row["functions"] for row in rows}
     assert families == {"forward_q_outer": ["forward_q_outer"]}
     both = tmp_path / "both.bundle"
@@ -87,21 +81,6 @@ def test_comments_and_paths_do_not_change_machine_code() -> None:
     entries = [entry_of(each, problem, compile_binary(each, h200), "12.8")[0] for each in (kernel, commented)]
     assert entries[0].stages == entries[1].stages
     assert entries[0].machine == entries[1].machine
-
-
-def test_receipts_hold_for_kernels_of_the_installed_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    table = shipped_table("nvidia-h200")
-    assert table is not None
-    pinned = table.records[0].versions.compilers
-    monkeypatch.setattr(bundles, "_compilers", lambda: pinned)
-    kept = bundles._receipts([table])
-    assert kept
-    for of_kernel in kept.values():
-        for check in of_kernel.values():
-            assert check.verdict.passed
-            assert check.versions.compilers == pinned
-    monkeypatch.setattr(bundles, "_compilers", lambda: ("2.0.0", pinned[1]))
-    assert not bundles._receipts([table])
 
 
 def test_default_bundle_covers_the_table_and_untuned_shapes() -> None:

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from flashtune import testing
-from flashtune.bundle.bundle_file import bundle_of, dump_bundle, open_bundle, with_entries
+from flashtune.bundle.bundle_file import bundle_of, dump_bundle, joined, open_bundle
 from flashtune.core.target import find_target
 from flashtune.tuner.verify.bundle_verification import Use, unverified, verify
 from flashtune.tuner.verify.verify_jobs import Runs
@@ -92,6 +92,6 @@ def test_bundle_with_other_entries_is_that_of_a_new_build(path: Path) -> None:
     bundle = open_bundle(path)
     made = [make_entry(number, bytes([number]) * 50) for number in range(COUNT)]
     codes = {sha256: code for _, codes in made for sha256, code in codes.items()}
-    content = with_entries(bundle, [entry for entry, _ in made[:5]])
-    content = with_entries(bundle_of(content, "here"), [entry for entry, _ in made[5:]])
+    content = joined([bundle], changed=[entry for entry, _ in made[:5]])
+    content = joined([bundle_of(content, "here")], changed=[entry for entry, _ in made[5:]])
     assert content == dump_bundle("sm_90", "1.0", [entry for entry, _ in made], codes)

@@ -43,18 +43,6 @@ out_option = click.option(
 )
 
 
-class Written(msgspec.Struct, frozen=True):
-    """A bundle that was written."""
-
-    file: str
-    arch: str  # The architecture of its machine code.
-    kernels: int
-    verified: int  # Kernels with a receipt.
-    codes: int  # Different pieces of machine code.
-    size: int  # Bytes of the file.
-    left_out: tuple[str, ...] = ()  # Reasons why calls have no kernel in it.
-
-
 class Verification(msgspec.Struct, frozen=True):
     """The result of a verification, in numbers of kernels."""
 
@@ -98,7 +86,6 @@ def command() -> None:
 @target_options
 @out_option
 @quiet_options
-@json_option
 def build_bundle(
     problems: tuple[Problem, ...],
     table_files: tuple[Path, ...],
@@ -106,7 +93,6 @@ def build_bundle(
     target: Target,
     device: int | None,
     out: Path,
-    as_json: bool,
 ) -> None:
     """Compile kernels for a GPU into one file. No GPU is needed.
 
@@ -142,7 +128,7 @@ def build_bundle(
         note(f"left out: {sentence}")
     if not built.entries:
         raise KernelError("no kernel family computes any of these calls: name other shapes")
-    _write(out, target.arch, built.entries, built.codes, built.left_out, as_json=as_json)
+    _write(out, target.arch, built.entries, built.codes)
 
 
 @command.command(
@@ -286,34 +272,25 @@ def list_bundle(file: Path, receipts: Path | None, as_json: bool) -> None:
     bundle = open_bundle(file)
     rows = listed(bundle)
     if receipts:
-        entries = filter(None, map(bundle.entry, bundle.index.entries))
-        for path, content in files_with(entries, receipts).items():
+        for path, content in files_with(bundle.entries(), receipts).items():
             write_result(path, content)
     if as_json:
         print_json(rows)
         return
-    heads = ("family", "kernel", "functions", "code", "verified on", "Triton")
-    print_rows(
-        heads,
+    columns = (
         (
-            (
-                row.family,
-                row.kernel[:12],
-                " ".join(row.functions),
-                quantity(row.code_bytes),
-                " ".join(row.verified) or "-",
-                row.triton,
-            )
-            for row in rows
-        ),
+            *(row.family, row.kernel[:12], " ".join(row.functions), quantity(row.code_bytes)),
+            *(" ".join(row.verified) or "-", row.triton),
+        )
+        for row in rows
     )
+    print_rows(("family", "kernel", "functions", "code", "verified on", "Triton"), columns)
 
 
 @command.command("merge", examples=("flashtune bundle merge a.bundle b.bundle --out both.bundle",))
 @click.argument("sources", nargs=-1, required=True, metavar="SOURCE...", type=click.Path(path_type=Path))
 @out_option
-@json_option
-def merge_bundles(sources: tuple[Path, ...], out: Path, as_json: bool) -> None:
+def merge_bundles(sources: tuple[Path, ...], out: Path) -> None:
     """Write the kernels of several files into one.
 
     Files are of one architecture. If two have different machine code for a kernel, that of the first stays.
@@ -321,30 +298,17 @@ def merge_bundles(sources: tuple[Path, ...], out: Path, as_json: bool) -> None:
     from flashtune.bundle.bundle_file import merged, open_bundle
 
     bundles = [*map(open_bundle, sources)]
-    entries, codes = merged(bundles)
-    _write(out, bundles[0].index.arch, entries, codes, (), as_json=as_json)
+    _write(out, bundles[0].index.arch, *merged(bundles))
 
 
-def _write(
-    out: Path,
-    arch: str,
-    entries: list[Entry],
-    codes: dict[str, bytes],
-    left_out: tuple[str, ...],
-    *,
-    as_json: bool,
-) -> None:
+def _write(out: Path, arch: str, entries: list[Entry], codes: dict[str, bytes]) -> None:
     """Writes a bundle, and reports its size."""
     from flashtune.bundle.bundle_file import dump_bundle
     from flashtune.core import VERSION
 
     content = dump_bundle(arch, VERSION, entries, codes)
     write_result(out, content)
-    verified = sum(any(receipt.machine == entry.machine for receipt in entry.receipts) for entry in entries)
-    written = Written(str(out), arch, len(entries), verified, len(codes), len(content), left_out)
-    if as_json:
-        print_json(written)
-        return
+    verified = sum(bool(entry.verified_on) for entry in entries)
     say(
         f"{out} has {len(entries)} kernels for {arch}, of which {verified} have a receipt, in "
         f"{quantity(len(content))}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -69,6 +70,7 @@ def command(
     db: str | None,
 ) -> None:
     """Write selected kernels as files: of a database, of some shapes or of one GPU."""
+    from flashtune.db.location import bundle_file, database_url
     from flashtune.tuner.tables.lookup import database_selections, narrowed, place, shipped_selections
 
     entries = shipped_selections() if shipped else database_selections(db)
@@ -77,14 +79,19 @@ def command(
         raise FlashtuneError(f"{place(db, shipped)} has no such selection: run flashtune search first")
     if str(out) == "-":
         out = None
+
+    def stored(arch: str) -> Path | None:
+        """Returns the machine code of the database's selections."""
+        return None if shipped else bundle_file(database_url(db), arch)
+
     if kind == "json":
         _json(records, out, shipped)
     elif kind == "python":
         _python(records, out)
     elif kind == "bundle":
-        _bundle(records, out)
+        _bundle(records, out, stored)
     elif kind == "hf-kernel":
-        _hub_package(records, out)
+        _hub_package(records, out, stored)
     else:
         _triton_configs(records, out)
 
@@ -156,15 +163,15 @@ def _python(records: tuple[Record, ...], out: Path | None) -> None:
         write_result(out / file.name, file.text.encode())
 
 
-def _bundle(records: tuple[Record, ...], out: Path | None) -> None:
+def _bundle(records: tuple[Record, ...], out: Path | None, stored: Callable[[str], Path | None]) -> None:
     from flashtune.tuner.tables.export_bundle import the_bundle, verified_bundles
 
     with progress_bars() as watch:
-        content = the_bundle(verified_bundles(records, watch))
+        content = the_bundle(verified_bundles(records, watch, stored))
     write_result(out / "kernels.bundle" if out and out.is_dir() else out, content)
 
 
-def _hub_package(records: tuple[Record, ...], out: Path | None) -> None:
+def _hub_package(records: tuple[Record, ...], out: Path | None, stored: Callable[[str], Path | None]) -> None:
     from flashtune.tuner.tables.export_bundle import verified_bundles
     from flashtune.tuner.tables.hub_package import is_served, package_files, require_no_others
     from flashtune.tuner.tables.table_files import write_file
@@ -174,7 +181,7 @@ def _hub_package(records: tuple[Record, ...], out: Path | None) -> None:
     records = _of_known_gpus(records)
     served = [record for record in records if is_served(record)]
     with progress_bars() as watch:
-        files = package_files(served, watch, verified_bundles(served, watch))
+        files = package_files(served, watch, verified_bundles(served, watch, stored))
     require_no_others(out, files)
     for path, content in files.items():
         write_file(out / path, content)

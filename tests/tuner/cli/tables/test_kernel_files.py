@@ -17,7 +17,9 @@ from flashtune.core.record import Record
 from flashtune.db.store import open_store
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
+from flashtune.tuner.tables import bundles
 from flashtune.tuner.tables.table_files import file_name, kernel_files, triton_configs
+from tests.support.bundle_checks import Passes
 from tests.support.records import MakeRecord, make_record
 from tests.tuner.cli.conftest import Run
 
@@ -157,8 +159,13 @@ def test_triton_configs_are_valid(run: Run, two_gpus: Stored, tmp_path: Path) ->
 
 
 def test_hub_export_writes_a_package_of_selections(
-    run: Run, two_gpus: tuple[Record, ...], make_record: MakeRecord, tmp_path: Path
+    run: Run,
+    two_gpus: tuple[Record, ...],
+    make_record: MakeRecord,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(bundles, "load_receipts", Passes)
     with open_store(str(tmp_path / "flashtune.sqlite")) as store:
         store.pin(store.add(msgspec.structs.replace(make_record(), target="nvidia-h900")))
     result = run("export", "--format", "hf-kernel", "--out", tmp_path / "package")
@@ -183,3 +190,11 @@ def test_hub_export_writes_a_package_of_selections(
     assert run("export", "--format", "bundle", "--out", bundle).exit_code == 0
     assert bundle.read_bytes() == (built / "kernels.sm_90.bundle").read_bytes()
     assert {*open_bundle(bundle).index.entries} == {entry["kernel"] for entry in entries}
+    monkeypatch.setattr(bundles, "load_receipts", lambda target: {})
+    refused = run("export", "--format", "bundle", "--out", tmp_path / "none.bundle")
+    assert "none of these selections has verified machine code" in refused.stderr
+    # A search stores its machine code there.
+    (tmp_path / "flashtune.sqlite.sm_90.bundle").write_bytes(bundle.read_bytes())
+    again = tmp_path / "again.bundle"
+    assert run("export", "--format", "bundle", "--out", again).exit_code == 0
+    assert again.read_bytes() == bundle.read_bytes()
