@@ -95,6 +95,13 @@ class FamilyOf(PerformanceModel[C_contra], Protocol[C_contra]):
         """
         return True
 
+    def can_load(self, config: C_contra, dtype: Dtype, specialization: Specialization) -> bool:
+        """Returns whether the kernel of a config is correct for tensors with only these known properties.
+
+        It is asked if the family can address the tensors.
+        """
+        return True
+
     def space(self, problem: Problem, target: Target) -> Space:
         """Returns the search space of the problem on the target."""
         ...
@@ -145,9 +152,16 @@ def kernel_of_source(
 
 
 def unsupported_reason(
-    family: Family, problem: Problem, target: Target, specialization: Specialization
+    family: Family,
+    problem: Problem,
+    target: Target,
+    specialization: Specialization,
+    config: Config | None = None,
 ) -> str | None:
-    """Returns the reason why a family does not compute a problem for such tensors, None if it does."""
+    """Returns why a family, or its kernel of a config, does not compute a problem for such tensors.
+
+    Returns None if it does.
+    """
     if problem.direction is not family.direction:
         return f"{family.name} computes the {family.direction} pass"
     unknown = problem.features - family.features
@@ -157,4 +171,6 @@ def unsupported_reason(
     narrowest = Dtype.E4M3 if problem.kv_dtype else problem.dtype
     if reason is None and not family.can_address(narrowest, specialization):
         return f"{family.name} cannot address tensors with such strides or addresses"
+    if reason is None and config is not None and not family.can_load(config, narrowest, specialization):
+        return f"{family.name} has another config for tensors with such strides or addresses"
     return reason

@@ -80,7 +80,8 @@ def select(
     def serves(record: Record) -> bool:
         if record.config is None:
             return not generated
-        return unsupported_reason(find_family(record.family), problem, target, specialization) is None
+        family = find_family(record.family)
+        return unsupported_reason(family, problem, target, specialization, record.config) is None
 
     def is_bundled(record: Record) -> bool:
         return bundles is not None and bundles.find(record, specialization, target) is not None

@@ -37,6 +37,9 @@ DTYPES = (Dtype.BF16, Dtype.FP16)
 COLUMN_STEP = 8
 # Warps of the prologue and the epilogue.
 STEP_WARPS = 4
+# Probabilities in fp16 that ds comes from are times 2 to this power, so that those above 2^-26 keep all bits.
+# Larger powers leave less room for the error of a log-sum-exp.
+P_EXPONENT = 12
 # Longer windows hide nothing, and sums of positions fit 32 bits.
 FARTHEST = 2**29 - 1
 
@@ -121,6 +124,9 @@ class BackwardHopper(HopperBackwardModel, FamilyOf[HopperBackwardConfig]):
             "producer_registers": PRODUCER_REGISTERS,
             "step_warps": STEP_WARPS,
             "is_bf16": problem.dtype is Dtype.BF16,
+            # ds comes from probabilities in fp16, which has a small range.
+            "low_p": problem.dtype is Dtype.FP16 and (width == WIDEST or problem.softcap),
+            "p_exponent": P_EXPONENT,
             "is_narrow": width == NARROW,
             # Warpgroups divide the products, not the keys.
             "divides_products": width == WIDEST,

@@ -2,7 +2,7 @@
 
 from flashtune.core.config import Space
 from flashtune.core.kernel import Specialization
-from flashtune.core.problem import Causal, Direction, Feature, Problem
+from flashtune.core.problem import Causal, Direction, Dtype, Feature, Problem
 from flashtune.core.target import Target
 from flashtune.templates.common.args.arguments import forward_arguments
 from flashtune.templates.common.args.portable_context import portable_values, refusal
@@ -28,6 +28,12 @@ class ForwardQOuter(QOuterModel, FamilyOf[QOuterConfig]):
 
     def supports(self, problem: Problem, target: Target) -> str | None:
         return refusal(self.name, problem)
+
+    def can_load(self, config: QOuterConfig, dtype: Dtype, specialization: Specialization) -> bool:
+        # With several tiles for a head dim and loads of few bytes, the ptxas of Triton 3.6 reads tiles at
+        # addresses from unwritten registers. On an H200, fp16 with 80 columns gave NaN, and bf16 with 96
+        # columns illegal accesses.
+        return not config.split_head_dim or specialization.takes_descriptors(dtype)
 
     def space(self, problem: Problem, target: Target) -> Space:
         return q_outer_space(problem, target)

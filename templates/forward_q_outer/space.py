@@ -34,6 +34,8 @@ class QOuterConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True
     input_precision: InputPrecision = InputPrecision.IEEE
 
 
+# Rows of a multiple of these bytes may be copied at once.
+ROW_BYTES = 16
 # Below this many queries, small tiles are in the space; up to this many keys, masking of every block.
 FEW_QUERIES = 128
 FEW_KEYS = 512
@@ -66,7 +68,7 @@ def q_outer_space(problem: Problem, target: Target) -> Space:
             (Loads.POINTER, Loads.DESCRIPTOR) if target.has_descriptors else (Loads.POINTER,),
             False,
         ),
-        Axis("split_head_dim", (False,) if is_exact(problem) else (False, True)),
+        Axis("split_head_dim", (False, True) if _may_split(problem) else (False,)),
         Axis("overlap_qk", (False, True) if widest >= WIDE_HEAD else (False,), only_if=_can_run_ahead),
         Axis("split_masked_loop", (True, False) if causal or few_keys else (True,), False),
         Axis("lpt", (False, True) if causal else (False,)),
@@ -75,6 +77,12 @@ def q_outer_space(problem: Problem, target: Target) -> Space:
         Axis("maxnreg", (0, 128, 232) if widest <= NARROW_HEAD and target.is_nvidia else (0,)),
     )
     return Space(QOuterConfig, axes, lambda config: _is_possible(problem, config, target))
+
+
+def _may_split(problem: Problem) -> bool:
+    """Returns whether a head dim may be several tiles: rows are multiples of 16 bytes (`can_load`)."""
+    dims = problem.head_dim, problem.value_head_dim
+    return not is_exact(problem) and not any(dim * problem.dtype.itemsize % ROW_BYTES for dim in dims)
 
 
 def _can_run_ahead(chosen: dict[str, AxisValue]) -> bool:

@@ -204,7 +204,7 @@ def _unfit(record: Record, target: Target) -> str:
     """Returns why a record does not agree with its family, GPU or kernel, or an empty text."""
     family, problem, config = find_family(record.family), record.problem, record.config
     assert config is not None
-    reason = unsupported_reason(family, problem, target, record.specialization)
+    reason = unsupported_reason(family, problem, target, record.specialization, config)
     if reason:
         return f"its family does not compute its problem: {reason}"
     reason = _misfit(record, family, config, target)

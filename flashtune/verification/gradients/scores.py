@@ -11,7 +11,14 @@ from flashtune.core.features.table import changed_scores, score_derivative
 from flashtune.core.layouts import TORCH_DTYPES
 from flashtune.core.problem import Problem
 from flashtune.verification.gradients.head_sampling import Pairs
-from flashtune.verification.gradients.tolerance import LSE_STEPS, QueryErrors, Sizes, query_errors
+from flashtune.verification.gradients.tolerance import (
+    LSE_STEPS,
+    P_SCALE,
+    QueryErrors,
+    Sizes,
+    keeps_low_p,
+    query_errors,
+)
 from flashtune.verification.inputs.placement import missing
 from flashtune.verification.lengths import Lengths
 from flashtune.verification.reference.forward import HIDDEN, softmax
@@ -215,7 +222,9 @@ def _plain(problem: Problem, weights: Weights, lse: Tensor, products: Tensor, de
     """Returns P and dS of unfused low-precision code, both rounded to the inputs' dtype."""
     low = TORCH_DTYPES[problem.dtype]
     p = (weights.scores.float() - finite(lse)[..., None]).exp_()
-    scores = _scores(p, products, delta, None if weights.slope is None else weights.slope.float(), None)
+    # Kernels keep P in 16 bits until dP is known, times a power of two so that fp16 loses no small ones.
+    held = (p * P_SCALE).to(low).float() / P_SCALE if keeps_low_p(problem) else p
+    scores = _scores(held, products, delta, None if weights.slope is None else weights.slope.float(), None)
     slopes = scores.slopes.to(low).double()
     biased = slopes if weights.slope is None else scores.biased.to(low).double()
     rounded_p = p.to(low).double()

@@ -17,11 +17,12 @@ from flashtune.db.eligibility import by_problem
 from flashtune.dispatch.bound_request import BoundRequest
 from flashtune.dispatch.decision import Backend, Decision, choose
 from flashtune.dispatch.lookup import default_selection, default_selections, select
-from flashtune.dispatch.tables import Tables
+from flashtune.dispatch.tables import Tables, tuned_records
 from flashtune.request.call import dense_call
 from flashtune.runtime.kernel_loader import LoadedKernel
 from flashtune.runtime.passes import forward_pass, prepared
 from flashtune.templates.family import Family
+from flashtune.templates.registry import find_family
 from tests.support.machine import PROBLEM, Machine
 from tests.support.records import make_record
 
@@ -51,6 +52,33 @@ def test_fallback_serves_tensors_that_the_selection_cannot_address(native: Famil
             "shipped",
             VerificationStatus.TIMED,
         )
+
+
+@pytest.mark.parametrize(("head_dim", "dtype"), [(96, Dtype.BF16), (80, Dtype.FP16)])
+@pytest.mark.parametrize("alignment", [Alignment.ANY, Alignment.TWO, Alignment.FOUR])
+def test_config_that_is_wrong_for_unaligned_tensors_serves_aligned_ones(
+    head_dim: int, dtype: Dtype, alignment: Alignment
+) -> None:
+    problem = msgspec.structs.replace(PROBLEM, head_dim=head_dim, value_head_dim=head_dim, dtype=dtype)
+    family = find_family("forward_q_outer")
+    config = msgspec.structs.replace(family.default(problem, H200), split_head_dim=True)
+    tuned = tables(make_record(problem, family=family.name, config=config))
+    for shape in (problem, resized(problem, 300)):
+        assert chosen(shape, tuned, ALIGNED).record.config == config
+        other = chosen(shape, tuned, Specialization(alignment)).record.config
+        assert other is not None
+        assert not dict(other.items())["split_head_dim"]
+
+
+def test_no_shipped_config_serves_tensors_that_its_family_refuses() -> None:
+    tuned = tuned_records("h200")
+    for record in tuned.effective():
+        if not record.problem.features:
+            for alignment in Alignment:
+                specialization = Specialization(alignment)
+                choice = chosen(record.problem, tuned, specialization).record
+                family = find_family(choice.family)
+                assert family.can_load(choice.config, choice.problem.dtype, specialization)
 
 
 def test_shipped_fallback_serves_where_the_user_selection_cannot(native: Family) -> None:
