@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from flashtune.bundle.bundle_file import dump_bundle, united
+from flashtune.bundle.bundle_file import dump_bundle, open_bundle, united
 from flashtune.bundle.records import Entry
 from flashtune.core import VERSION
 from flashtune.core.errors import FlashtuneError
@@ -36,8 +36,12 @@ def verified_bundles(
         if target is not None and target.is_nvidia:
             calls = [(record.problem, record.specialization) for record in own]
             base = stored(target.arch)
+            if base is not None and base.exists():
+                open_bundle(base, own=True)  # Refuses a file that another user can have written.
+            else:
+                base = None
             tables = Tables(database=by_problem(own), shipped={})
-            built = build(calls, target, tables, base if base and base.exists() else None, watch)
+            built = build(calls, target, tables, base, watch)
             verified = [entry for entry in built.entries if name in entry.verified_on]
             if verified:
                 tails = (entry for entry in built.entries if entry.family == TAIL)

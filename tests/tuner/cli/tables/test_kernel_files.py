@@ -198,3 +198,5 @@ def test_hub_export_writes_a_package_of_selections(
     again = tmp_path / "again.bundle"
     assert run("export", "--format", "bundle", "--out", again).exit_code == 0
     assert again.read_bytes() == bundle.read_bytes()
+    (tmp_path / "flashtune.sqlite.sm_90.bundle").chmod(0o666)
+    assert "another user can have written" in run("export", "--format", "bundle", "--out", again).stderr
