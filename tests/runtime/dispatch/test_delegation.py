@@ -23,9 +23,9 @@ from flashtune.dispatch.sdpa import (
     shares_heads,
 )
 from flashtune.request.call import dense_call
+from tests.runtime.dispatch.untuned import TARGET
 from tests.support.attention_operators import by_definition
 from tests.support.machine import Machine
-from tests.support.untuned import TARGET
 
 LENGTHS = [(7, 7), (5, 9), (9, 5), (1, 6), (6, 1), (4, 0), (3, 40)]
 

@@ -20,9 +20,9 @@ from flashtune.dispatch.nearest import DECODING_FAMILY, FEW_QUERIES, distance, n
 from flashtune.dispatch.tables import Tables
 from flashtune.templates.forward_hopper.space import HopperConfig, Order
 from flashtune.templates.registry import find_family
+from tests.runtime.dispatch.untuned import TARGET, anyone, shape
 from tests.support.machine import Machine, inputs
 from tests.support.records import make_record, shipped_table_of
-from tests.support.untuned import TARGET, anyone, shape
 from tests.support.values import present
 
 PAPER_TOKENS = 16384

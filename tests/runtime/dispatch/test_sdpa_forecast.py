@@ -30,10 +30,10 @@ from flashtune.request.request import Prefer
 from flashtune.runtime.passes import Pass, prepared
 from flashtune.templates.forward_hopper.space import HopperConfig
 from flashtune.templates.registry import find_family
+from tests.runtime.dispatch.untuned import TARGET, anyone, shape
 from tests.runtime.training.training_calls import backward_record
 from tests.support.machine import PROBLEM, Machine, inputs, tuned
 from tests.support.records import make_record, shipped_table_of
-from tests.support.untuned import TARGET, anyone, shape
 from tests.support.values import present
 
 CUDNN = "sdpa-cudnn"
