@@ -8,6 +8,9 @@ import warnings
 from collections.abc import Iterator
 
 import msgspec
+
+# NumPy imports this module at its first use, and that import drops a Ctrl-C that arrives meanwhile.
+import numpy.random  # noqa: F401
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
 from optuna.exceptions import ExperimentalWarning
