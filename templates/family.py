@@ -98,7 +98,7 @@ class FamilyOf(PerformanceModel[C_contra], Protocol[C_contra]):
     def can_load(self, config: C_contra, dtype: Dtype, specialization: Specialization) -> bool:
         """Returns whether the kernel of a config is correct for tensors with only these known properties.
 
-        It is asked if the family can address the tensors.
+        Called only for tensors that the family can address.
         """
         return True
 

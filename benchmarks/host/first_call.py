@@ -54,7 +54,7 @@ Call = Callable[[], Any]
 def started() -> Any:
     """Returns torch after it used the GPU: both passes of SDPA, from a given gradient, and a synchronisation.
 
-    Torch imports sympy for the first given gradient, which takes 0.3 s.
+    Torch imports sympy for the first given gradient, which takes longer than the call.
     """
     import torch
 

@@ -41,9 +41,12 @@ MAX_ENTRY_BYTES = 1024 * 1024
 MAX_CODE_BYTES = 32 * 1024 * 1024
 # Similar machine code shares a frame, which halves the size of a bundle. A frame of this size is full.
 GROUP_BYTES = 2 * 1024 * 1024
-# Without a checksum: frames have SHA-256.
-# A dictionary of a group's size: a reader allocates it.
-FILTER = {"id": lzma.FILTER_LZMA1, "preset": 6 | lzma.PRESET_EXTREME, "dict_size": GROUP_BYTES}
+# Without a checksum, because frames have SHA-256. A reader allocates the dictionary, so it has the size of a
+# group. An instruction has 16 bytes, which `lp` and `pb` tell the compressor.
+FILTER = {
+    "id": lzma.FILTER_LZMA1, "preset": 6 | lzma.PRESET_EXTREME, "dict_size": GROUP_BYTES,
+    "lc": 0, "lp": 3, "pb": 4,
+}  # fmt: skip
 COMPRESSION = {"format": lzma.FORMAT_ALONE, "filters": [FILTER]}
 AGAIN = "build or download it again"
 
@@ -218,7 +221,8 @@ def joined(
             named = {recipe: entry.kernel for recipe in served if recipes is None or recipe in recipes}
             if entry.kernel in entries or named.keys() <= kernels.keys():
                 continue
-            kernels = named | kernels
+            for recipe, kernel in named.items():
+                kernels.setdefault(recipe, kernel)
             new = own.get(entry.kernel)
             frame = bundle.index.entries[entry.kernel]
             entries[entry.kernel] = (
@@ -229,12 +233,13 @@ def joined(
     groups: list[Frame] = []
     codes: dict[str, Piece] = {}
     for bundle in bundles:
-        pieces = {code: bundle.index.codes[code] for code, source in sources.items() if source is bundle}
-        for number in sorted({piece.group for piece in pieces.values()}):
-            for code, piece in pieces.items():
-                if piece.group == number:
-                    codes[code] = msgspec.structs.replace(piece, group=len(groups))
-            groups.append(frames.copy(bundle, bundle.index.groups[number]))
+        pieces = ((bundle.index.codes[code], code) for code, source in sources.items() if source is bundle)
+        last = None
+        for piece, code in sorted(pieces, key=lambda pair: pair[0].group):
+            if piece.group != last:
+                last = piece.group
+                groups.append(frames.copy(bundle, bundle.index.groups[last]))
+            codes[code] = msgspec.structs.replace(piece, group=len(groups) - 1)
     first = bundles[0].index
     index = Index(first.arch, first.flashtune, frames.size, tuple(groups), entries, codes, kernels)
     return assembled(index, frames.packed)

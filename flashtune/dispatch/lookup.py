@@ -113,10 +113,12 @@ def _bundled_default(default: Selection, target: Target, is_bundled: Callable[[R
     The default configs of a family differ between shapes. Bundles have that of one shape.
     """
     record = default.record
+    if is_bundled(record):
+        return default
     family = find_family(record.family)
     config = family.default(msgspec.structs.replace(record.problem, **BUNDLED_EXTENTS), target)
     other = msgspec.structs.replace(record, config=config)
-    if is_bundled(record) or not is_bundled(other):
+    if not is_bundled(other):
         return default
     own_ms, other_ms = (family.makespan_ms(record.problem, each.config, target) for each in (record, other))
     is_near = other_ms <= (1 + BUNDLED_MARGIN) * own_ms

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from flashtune.core.record import Outcome, Record
+from flashtune.core.record import Outcome, Provenance, Record
 from flashtune.db.eligibility import serves_any_tensors
 from flashtune.db.store import StoredRecord
 from flashtune.tuner.candidates import SearchTask
@@ -29,7 +29,8 @@ def run_finals(scope: SearchTask, journal: TrialLog, tools: SearchWorkers, budge
     """
     _verify_skipped(scope, journal, tools, budget)
     best = finalists(journal.records(), budget.finalists, budget.within)
-    for record in best[:COMPILED_AHEAD]:
+    is_measured = tools.measurer.provenance is Provenance.MEASURED
+    for record in best[: COMPILED_AHEAD * is_measured]:
         tools.compiler.compile_delayed(scope, candidate_of(record))
     rows = (journal.rows.get(candidate) for candidate in scope.defaults())
     defaults = [row.record for row in rows if row is not None and may_be_selected(row.record)]

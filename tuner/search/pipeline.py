@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any
 
-from flashtune.core.record import Outcome
+from flashtune.core.record import Outcome, Provenance
 from flashtune.tuner.candidates import Candidate, SearchTask, demand
 from flashtune.tuner.execution.backend import SearchWorkers
 from flashtune.tuner.execution.compile_pool import Compiled
@@ -150,7 +150,8 @@ class Pipeline:
             candidate, compiled = self._running.pop(job)
             self._proposer.tell(candidate, self._journal.finish(candidate, compiled, evaluation))
         best = self._journal.best
-        if best is not None and best is not before and len(self._journal.rows) > SURE:
+        is_measured = self._measurer.provenance is Provenance.MEASURED
+        if is_measured and best is not None and best is not before and len(self._journal.rows) > SURE:
             # The last verification then need not wait for the compiler.
             self._compiler.compile_delayed(self._scope, candidate_of(best))
 

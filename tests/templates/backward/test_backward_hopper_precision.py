@@ -41,7 +41,7 @@ def rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tensor, "to", to)
 
 
-# Problems whose fp16 kernels were wrong on an H200, each with a probe, queries and keys.
+# Fp16 kernels of these problems were wrong on an H200. Each has a probe, queries and keys.
 FP16 = (
     ("head_dim=256,sinks", Probe.SINK, 65, 127),
     ("head_dim=160,causal=bottom_right,sinks", Probe.SINK, 65, 127),

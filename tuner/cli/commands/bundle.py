@@ -47,7 +47,7 @@ class Verification(msgspec.Struct, frozen=True):
     """The result of a verification, in numbers of kernels."""
 
     file: str  # The file with the receipts.
-    verified: int  # Now.
+    verified: int  # That got a receipt in this run.
     earlier: int  # With a receipt of this GPU before, or without need of one.
     failed: dict[str, str]  # Why, by the kernel's digest.
     unused: int  # Not verified, because dispatch chooses them for no known call.
@@ -81,7 +81,7 @@ def command() -> None:
     "--base",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="A bundle whose kernels are not compiled again.",
+    help="A bundle. Its kernels are taken, and not compiled again.",
 )
 @target_options
 @out_option
@@ -100,8 +100,8 @@ def build_bundle(
     those of the shipped table, and of untuned shapes with each head dim, type and single feature. They get
     the receipts of `db/receipts` for the same machine code.
 
-    Two builds by the same Triton give the same bytes, except for some float32 kernels whose machine code
-    Triton does not reproduce.
+    Two builds by the same Triton give the same bytes, except for some float32 kernels. Triton does not
+    reproduce their machine code.
     """
     from flashtune.bundle.bundle_file import open_bundle
     from flashtune.db.table import load_table, shipped_table
