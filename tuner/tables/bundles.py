@@ -47,6 +47,8 @@ PREFILL_FEATURES = (
 DECODE_FEATURES = ("", "page_size=16", "page_size=64", "page_size=256", "kv_lengths")
 # Random shapes of each head dim. The configs of untuned shapes depend on lengths and on the numbers of heads.
 SEED, PLAIN_SHAPES, FEATURE_SHAPES = 43, 40, 4
+# More random shapes of a forward pass with a feature: its configs differ most. Without a log-sum-exp.
+FORWARD_SHAPES = 24
 # Types of outputs of packed calls.
 CLEARED = (torch.bfloat16, torch.float16, torch.float32)
 UNALIGNED = Specialization(Alignment.ANY)
@@ -96,6 +98,10 @@ def coverage_calls() -> Iterator[Call]:
         for _ in range(FEATURE_SHAPES if feature else PLAIN_SHAPES):
             text = f"{_drawn(drawn)},{HEAD_DIMS},causal=none|bottom_right,dtype={dtypes}"
             yield from _calls([(text, feature), (f"{text},backward", feature)])
+    for feature in PREFILL_FEATURES[1:]:
+        for _ in range(FORWARD_SHAPES):
+            text = f"{_drawn(drawn)},{HEAD_DIMS},causal=none|bottom_right,dtype=bf16"
+            yield from calls_of(parse_shape(f"{text},{feature}"))
 
 
 def _calls(shapes: Iterable[tuple[str, str]], assumed: Specialization | None = None) -> Iterator[Call]:
