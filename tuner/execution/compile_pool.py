@@ -66,6 +66,7 @@ class CompilePool:
         self._seconds = seconds
         self._sizes_only = sizes_only
         self._workers = Workers(workers)
+        self._delayed: set[tuple[Problem, Candidate, Specialization]] = set()
 
     def __enter__(self) -> Self:
         return self
@@ -87,6 +88,10 @@ class CompilePool:
 
     def compile_delayed(self, scope: SearchTask, candidate: Candidate) -> None:
         """Compiles a candidate with random delays into Triton's cache. Errors recur in its verification."""
+        key = scope.problem, candidate, scope.specialization
+        if key in self._delayed:
+            return
+        self._delayed.add(key)
         arguments = (scope.problem, candidate, scope.specialization, scope.target)
         self._workers.schedule(build_late, arguments, self._seconds)
 

@@ -29,9 +29,7 @@ def run_finals(scope: SearchTask, journal: TrialLog, tools: SearchWorkers, budge
     """
     _verify_skipped(scope, journal, tools, budget)
     best = finalists(journal.records(), budget.finalists, budget.within)
-    is_measured = tools.measurer.provenance is Provenance.MEASURED
-    for record in best[: COMPILED_AHEAD * is_measured]:
-        tools.compiler.compile_delayed(scope, candidate_of(record))
+    compile_ahead(scope, journal, tools, budget)
     rows = (journal.rows.get(candidate) for candidate in scope.defaults())
     defaults = [row.record for row in rows if row is not None and may_be_selected(row.record)]
     if not best:
@@ -46,6 +44,13 @@ def run_finals(scope: SearchTask, journal: TrialLog, tools: SearchWorkers, budge
         journal.amend(msgspec.structs.replace(journal.rows[candidate].record, measurement=measurement))
     if measured:
         journal.finalists = entrants
+
+
+def compile_ahead(scope: SearchTask, journal: TrialLog, tools: SearchWorkers, budget: Budget) -> None:
+    """Starts compiling the best candidates so far with delays, for the last verification."""
+    if tools.measurer.provenance is Provenance.MEASURED:
+        for record in finalists(journal.records(), COMPILED_AHEAD, budget.within):
+            tools.compiler.compile_delayed(scope, candidate_of(record))
 
 
 def _verify_skipped(scope: SearchTask, journal: TrialLog, tools: SearchWorkers, budget: Budget) -> None:

@@ -1,6 +1,7 @@
 """The pipeline of one search: many candidates compile while one is verified and measured."""
 
 import math
+import statistics
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -11,6 +12,7 @@ from flashtune.tuner.candidates import Candidate, SearchTask, demand
 from flashtune.tuner.execution.backend import SearchWorkers
 from flashtune.tuner.execution.compile_pool import Compiled
 from flashtune.tuner.execution.evaluation import Evaluation
+from flashtune.tuner.search.finals import compile_ahead
 from flashtune.tuner.search.policy import Strategy
 from flashtune.tuner.search.request import Budget, Stop
 from flashtune.tuner.search.selection import candidate_of
@@ -43,7 +45,10 @@ class Pipeline:
         self._compiler, self._measurer, self._width, self._clock = equipment
         self._journal = journal
         self._promised = enqueued
+        self._equipment = equipment
         self._compiling: dict[Future[Compiled], Candidate] = {}
+        self._begun: dict[Future[Compiled], float] = {}  # When their compilations began.
+        self._compile_seconds: list[float] = []
         self._ready: deque[tuple[Candidate, Compiled]] = deque()
         self._running: dict[Future[Evaluation], tuple[Candidate, Compiled]] = {}
         self._exhausted = False
@@ -55,17 +60,23 @@ class Pipeline:
 
         `beat` is called when a job finished, and at regular intervals.
         """
+        was_late = False
         while True:
             stop = self._stop = self._stop or self._reason_to_stop(budget, started)
             if stop is not None and not (stop in (Stop.SECONDS, Stop.GAIN) and self._owes()):
                 self._drain()
                 return stop
-            if stop is None:
+            is_late = self._is_late(budget, started)
+            if is_late and not was_late:
+                # The compilers are free for the kernels of the last verification.
+                compile_ahead(self._scope, self._journal, self._equipment, budget)
+            was_late = is_late
+            if stop is None and not is_late:
                 self._fill(budget)
             self._launch(budget.within)
             if not self._compiling and not self._running:
-                if self._exhausted:
-                    return Stop.EXHAUSTED
+                if self._exhausted or is_late:
+                    return Stop.EXHAUSTED if self._exhausted else Stop.SECONDS
                 continue
             finished = len(self._journal.rows)
             pending: list[Future[Any]] = [*self._compiling, *self._running]
@@ -103,6 +114,13 @@ class Pipeline:
             return Stop.GAIN
         return None
 
+    def _is_late(self, budget: Budget, started: float) -> bool:
+        """Returns whether a new candidate would not be compiled within the time budget, as most are not."""
+        if budget.seconds is None or not self._compile_seconds:
+            return False
+        left = budget.seconds - (self._clock.now() - started)
+        return left < statistics.median(self._compile_seconds)
+
     def _fill(self, budget: Budget) -> None:
         """Proposes candidates, prunes those that do not fit, and starts compiling the others."""
         room = self._width + READY + ON_DEVICE
@@ -120,7 +138,8 @@ class Pipeline:
             if need.excess:
                 self._proposer.tell(candidate, self._journal.prune(candidate, need))
             else:
-                self._compiling[self._compiler.submit(self._scope, candidate)] = candidate
+                job = self._compiler.submit(self._scope, candidate)
+                self._compiling[job], self._begun[job] = candidate, self._clock.now()
 
     def _launch(self, within: float) -> None:
         """Submits compiled candidates to the GPU process.
@@ -137,6 +156,7 @@ class Pipeline:
         for job in _in_turn(self._compiling):
             compiled = job.result()
             candidate = self._compiling.pop(job)
+            self._compile_seconds.append(self._clock.now() - self._begun.pop(job))
             if compiled.outcome is Outcome.OK:
                 add = self._ready.appendleft if candidate in self._promised else self._ready.append
                 add((candidate, compiled))

@@ -1,7 +1,9 @@
 """Tests of the budgets of a search: the expected gain, staged verification, repeated searches."""
 
 import math
+from collections.abc import Collection
 from concurrent.futures import Future
+from typing import Any
 
 import msgspec
 import pytest
@@ -22,7 +24,7 @@ from flashtune.tuner.search.ranking import Ranked
 from flashtune.tuner.search.repeat import repeat_lines, repeat_search
 from flashtune.tuner.search.request import BUDGETS, NOISE, Budget, Effort, Stop, WarmStart
 from flashtune.tuner.search.surrogate import CandidateGrid, Surrogate
-from tests.tuner.search.fakes import PASSED, FakeCompiler, FakeMeasurer, by_tile, done, right
+from tests.tuner.search.fakes import PASSED, FakeCompiler, FakeMeasurer, by_tile, compiled, done, right
 from tests.tuner.search.small_search import SIZE, a_request, search
 
 
@@ -78,6 +80,55 @@ def test_efforts_differ_in_the_gain_that_they_accept() -> None:
     assert default.gain is not None
     assert quick.gain > default.gain
     assert thorough == Budget()
+
+
+class OneSecondCompiler(FakeCompiler):
+    """Finishes the oldest compilation whenever the search waits, one second later. It is a clock too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds = 0.0
+        self.submitted: list[float] = []
+        self.delayed: list[float] = []
+        self._unfinished: list[tuple[Future[Compiled], Candidate]] = []
+
+    def submit(self, scope: SearchTask, candidate: Candidate) -> Future[Compiled]:
+        self.submitted.append(self.seconds)
+        self._unfinished.append((Future(), candidate))
+        return self._unfinished[-1][0]
+
+    def compile_delayed(self, scope: SearchTask, candidate: Candidate) -> None:
+        self.delayed.append(self.seconds)
+
+    def now(self) -> float:
+        return self.seconds
+
+    def wait_for_any(self, pending: Collection[Future[Any]]) -> None:
+        if not any(job.done() for job in pending):
+            self.seconds += 1.0
+            job, candidate = self._unfinished.pop(0)
+            job.set_result(compiled(candidate))
+
+    def wait_for_all(self, pending: Collection[Future[Any]]) -> None:
+        while not all(job.done() for job in pending):
+            self.wait_for_any(pending)
+
+
+def test_compilers_prepare_the_last_verification_when_new_candidates_would_be_late(store: Store) -> None:
+    compiler = OneSecondCompiler()
+    limits = Budget(100, 8.5, None, within=10.0)
+    result = run_search(
+        a_request(budget=limits),
+        store,
+        lambda progress: None,
+        SearchWorkers(compiler, FakeMeasurer(by_tile), 2, compiler),
+    )
+    # Two compile at once, so each takes two seconds.
+    assert max(compiler.submitted) == 6.0
+    assert len(compiler.submitted) == 8
+    assert compiler.delayed.count(7.0) == COMPILED_AHEAD
+    assert result.stop is Stop.SECONDS
+    assert result.counts.tried == 8
 
 
 class Staged(FakeMeasurer):
