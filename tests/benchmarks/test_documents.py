@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import documents, figures, headline, numbers, saved
+from benchmarks import charts, documents, figures, headline, numbers, saved
 from benchmarks.numbers import Exemption, Kind, unbacked
 from flashtune.core.errors import TableError, UsageError
 
@@ -21,6 +21,9 @@ def test_generated_text_matches_the_saved_results() -> None:
         path.relative_to(numbers.ROOT).as_posix()
         for path, text in documents.generated().items()
         if path.read_text(encoding="utf-8") != text
+    ]
+    differing += [
+        path.name for path, figure in documents.pictures().items() if not charts.is_current(figure, path)
     ]
     assert not differing, "python -m benchmarks.documents --write"
 
