@@ -8,9 +8,16 @@ from typing import Any
 project = "flashtune"
 project_copyright = "the flashtune authors"
 root_doc = "docs/index"
-include_patterns = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/**.md", "benchmarks/results/*.md"]
+include_patterns = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "docs/**.md",
+    "benchmarks/results/*.md",
+    "kernels_generated/README.md",
+]
 # Folders that Sphinx need not search for pages.
-exclude_patterns = [".*", "out", "tests", "flashtune", "tuner", "templates", "db", "kernels_generated"]
+exclude_patterns = [".*", "out", "tests", "flashtune", "tuner", "templates", "db"]
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 myst_heading_anchors = 4

@@ -3,9 +3,11 @@
     TRITON_INTERPRET=1 python -m scripts.code_blocks docs/tutorial.md
 
 The blocks of a page run in order and share their names. A `pycon` block must print the output that it shows.
-A comment `<!-- needs: THING -->` above a block says that it runs only where there is this thing, for example
-a `gpu`. Code in a comment `<!-- run: CODE -->` runs where it stands, for example to define names that the
-blocks use.
+Comments say more:
+
+- `<!-- needs: THING -->` above a block: it runs only where there is this thing, for example a `gpu`.
+- `<!-- from: FILE -->` above a block: it is a part of this file, and does not run.
+- `<!-- run: CODE -->`: this code runs where it stands, for example to define names that the blocks use.
 """
 
 import argparse
@@ -20,7 +22,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("README.md", "CONTRIBUTING.md", "docs/*.md", "docs/*/*.md")
 PYTHON = ("python", "pycon")
 BLOCK = re.compile(
-    r"(?:^<!-- needs: (?P<needs>[^\n]+?) -->\n)?^```(?P<language>\w+)\n(?P<text>.*?)^```$"
+    r"(?:^<!-- (?:needs: (?P<needs>[^\n]+?)|from: (?P<source>[^\n]+?)) -->\n)?"
+    r"^```(?P<language>\w+)\n(?P<text>.*?)^```$"
     r"|^<!-- run:\n(?P<setup>.*?)^-->$",
     re.DOTALL | re.MULTILINE,
 )
@@ -35,6 +38,7 @@ class Block(NamedTuple):
     language: str
     text: str
     needs: str  # The thing that it needs, or empty.
+    source: str  # The file that it quotes, or empty.
 
 
 def pages() -> list[str]:
@@ -56,7 +60,9 @@ def code_blocks(path: Path) -> Iterator[Block]:
         group = "text" if match["setup"] is None else "setup"
         line = page.count("\n", 0, match.start(group))
         language = match["language"] or "python"
-        yield Block(f"{path}:{line + 1}", line, language, match[group], match["needs"] or "")
+        yield Block(
+            f"{path}:{line + 1}", line, language, match[group], match["needs"] or "", match["source"] or ""
+        )
 
 
 def run_blocks(blocks: Iterable[Block]) -> None:
@@ -67,6 +73,8 @@ def run_blocks(blocks: Iterable[Block]) -> None:
     """
     names: dict[str, Any] = {"__name__": "__main__"}
     for block in blocks:
+        if block.source:
+            continue
         if block.language == "python":
             # Error messages have the lines of the page.
             exec(compile("\n" * block.line + block.text, block.place, "exec"), names)  # noqa: S102

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.code_blocks import ROOT, pages
+from scripts.code_blocks import ROOT, code_blocks, pages
 
 REFERENCE = ("docs/api/index.md", "docs/api/testing.md", "docs/api/integrations.md")
 LISTS = (
@@ -44,3 +44,10 @@ def test_reference_has_an_example_of_every_public_name() -> None:
     text = "\n".join((ROOT / page).read_text(encoding="utf-8") for page in REFERENCE)
     names = {f"{module}.{name}" for module in LISTS for name in importlib.import_module(module).__all__}
     assert set(SECTION.findall(text)) == {*names, *OTHERS} - {"flashtune.__version__"}
+
+
+def test_quoted_code_is_in_its_file() -> None:
+    blocks = [block for page in pages() for block in code_blocks(ROOT / page) if block.source]
+    assert len(blocks) > 3
+    for block in blocks:
+        assert block.text in (ROOT / block.source).read_text(encoding="utf-8"), block.place
