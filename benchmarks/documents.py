@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks import saved, search_report, tables
+from benchmarks import saved, search_report, speed_charts, tables
 from benchmarks.charts import PICTURES, is_current, write_svg
 from benchmarks.dispatch_regret import regret
 from benchmarks.exhaustive import axes, prediction
@@ -104,8 +104,8 @@ def generated() -> dict[Path, str]:
 
 
 def pictures() -> "dict[Path, Figure]":
-    """Returns the figures of the saved results and of the tutorial, by their SVG files."""
-    drawn = {**training_report.pictures(), **policies_report.pictures()}
+    """Returns the figures of the saved results, by their SVG files."""
+    drawn = {**training_report.pictures(), **policies_report.pictures(), **speed_charts.pictures()}
     return {PICTURES / f"{name}.svg": figure for name, figure in drawn.items()}
 
 
