@@ -40,6 +40,12 @@ def test_every_measured_number_is_generated_or_exempt(page: str) -> None:
     )
 
 
+@pytest.mark.parametrize("page", numbers.pages())
+def test_no_line_starts_with_a_figure(page: str) -> None:
+    # Markdown takes such a line for a block of HTML, which ends the paragraph.
+    assert not re.findall(r"(?m)^ *<!-- figure.*", (numbers.ROOT / page).read_text(encoding="utf-8"))
+
+
 @pytest.mark.parametrize("page", sorted({*numbers.pages(), "CHANGELOG.md", "CONTRIBUTING.md"}))
 def test_commands_name_modules_that_exist(page: str) -> None:
     lines = (numbers.ROOT / page).read_text(encoding="utf-8").splitlines()
