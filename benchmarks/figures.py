@@ -23,6 +23,8 @@ from flashtune.core.target import TARGETS
 from flashtune.templates.registry import families
 from flashtune.tuner.tables.lookup import shipped_tables
 from tests.mutants.catalogue import gpu_mutants
+from tests.mutants.pages import pages_runs
+from tests.mutants.results import Control
 
 MARK = re.compile(r"<!-- figure ([\w-]+) -->(.*?)<!-- end -->", re.DOTALL)
 OURS, CUDNN = "flashtune", "sdpa-cudnn"
@@ -120,6 +122,17 @@ def _verdicts() -> list[Verdict]:
 
 
 @functools.cache
+def _random_summaries() -> list[dict[str, Any]]:
+    """Returns the saved comparisons of random problems, of both passes."""
+    return [document(path)["rows"] for path in sorted(RESULTS.glob("*-random-*.json.gz"))]
+
+
+def _controls() -> list[Control]:
+    """Returns the verified kernels of random configs."""
+    return [control for run in pages_runs(()) if not run.found for control in run.controls]
+
+
+@functools.cache
 def _mutants() -> Counter[str]:
     """The number of mutants of each family."""
     return Counter(mutant.subject.family for mutant in gpu_mutants())
@@ -161,6 +174,10 @@ FIGURES: dict[str, Callable[[], str]] = {
     "shipped-passed": lambda: str(sum(verdict.passed for verdict in _verdicts())),
     "shipped-checks": lambda: f"{statistics.median(verdict.checks for verdict in _verdicts()):,.0f}",
     "shipped-worst": lambda: f"{max(verdict.worst_ratio for verdict in _verdicts()):.2f}",
+    "random-problems": lambda: f"{sum(rows['problems'] for rows in _random_summaries()):,}",
+    "random-wrong": lambda: str(sum(len(rows["wrong"]) for rows in _random_summaries())),
+    "controls": lambda: str(len(_controls())),
+    "controls-refused": lambda: str(sum(not control.passed for control in _controls())),
     "mutants": lambda: str(_mutants().total()),
     "mutants-serving": lambda: _mutants_of("forward_masked", "decode_split_kv"),
     "mutants-gradients": lambda: _mutants_of("backward_split", "backward_fused", "backward_hopper"),
