@@ -41,7 +41,7 @@ class Axis(msgspec.Struct, frozen=True):
         """Returns the axis in plotly's terms."""
         ends = (self.lowest, self.highest)
         return {
-            "range": [math.log10(end) for end in ends] if self.log else ends,
+            "range": [round(math.log10(end), 6) for end in ends] if self.log else ends,
             "type": "log" if self.log else "linear",
             "tickvals": [value for value, _ in self.ticks],
             "ticktext": [label for _, label in self.ticks],

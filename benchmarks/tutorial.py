@@ -48,7 +48,7 @@ def softmax_picture(steps: list[Step]) -> "Figure":
         1,
     ):
         line = {"color": ACCENT, "shape": "hv"}
-        y = [round(value, 5) for value in values]
+        y = [round(value, 4) for value in values]
         figure.add_trace(Scatter(x=numbers, y=y, mode="lines+markers", line=line), row=1, col=column)
     figure.update_xaxes(title_text="step", dtick=1)
     return figure.update_layout(showlegend=False, margin_t=64, margin_b=60)
@@ -82,10 +82,13 @@ def computed_tiles(*, causal: bool, length: int = 32, block: int = 4) -> Tensor:
 
 
 def weights_picture() -> "Figure":
-    """Draws the attention weights of a causal call: with the identity as V, the output is the weights."""
+    """Draws the attention weights of a causal call: with the identity as V, they are the output.
+
+    Values in float64 are rounded alike on all machines.
+    """
     generator = torch.Generator().manual_seed(0)
-    q, k = (torch.randn(16, 8, generator=generator) for _ in range(2))
-    weights, _ = run(FLASH_ATTENTION_2, q, k, torch.eye(16), scale=8**-0.5, block=4, causal=True)
+    q, k = (torch.randn(16, 8, generator=generator).double() for _ in range(2))
+    weights, _ = run(FLASH_ATTENTION_2, q, k, torch.eye(16).double(), scale=8**-0.5, block=4, causal=True)
     figure = grid("Attention weights, causal", ("",), columns=1, size=(380, 340))
     values = [[round(weight, 4) for weight in row] for row in weights.tolist()]
     _add_cells(figure, 1, values, [[0, "#ffffff"], [1, INK]], 1)
