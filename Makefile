@@ -185,9 +185,16 @@ out/sm_90.bundle: .triton-$(BUNDLE_TRITON)/.complete
 bundle: $(DEVELOPS) $(BUNDLE) ## Pack kernels for Hopper GPUs into a wheel: new ones, or those of BUNDLE=FILE
 	@PYTHONPATH=$(CURDIR) $(PY) -m scripts.kernels_wheel $(BUNDLE) --out dist
 
-.PHONY: kernels render-diff reference clean
+.PHONY: kernels render-diff reference docs docs-links clean
 kernels: $(DEVELOPS) ## Write kernels_generated/, examples of selected kernels
 	@PYTHONPATH=$(CURDIR) $(PY) -m scripts.kernels
+
+SPHINX := $(PY) -m sphinx --quiet --fail-on-warning --conf-dir docs .
+docs: $(DEVELOPS) ## Build the documentation site, out/site/index.html; broken links between pages are errors
+	$(SPHINX) out/site
+
+docs-links: $(DEVELOPS) ## Check the links to other sites; needs the network
+	$(SPHINX) --builder linkcheck out/links
 
 BASE ?= main
 render-diff: $(DEVELOPS) ## Show how rendered kernels differ from those of BASE, a revision

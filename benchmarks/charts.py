@@ -1,15 +1,22 @@
-"""Charts of measurements in SVG: a grid of panels with lines, and a legend above."""
+"""Charts of pages: plotly figures of one style, and their SVG files in docs/pictures.
 
+A file has the digest of its figure in a comment, so that a stale file is found without a browser. Writing one
+needs kaleido and Chromium.
+"""
+
+import hashlib
+import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-# Distances in pixels; the gap holds an axis's labels.
-GAP, TOP = 46, 70
-LEGEND_STEP = 110
-INK, SOFT, FRAME, GRID = "#1f2430", "#5b6475", "#8a93a6", "#eef0f4"
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
 
+PICTURES = Path(__file__).resolve().parents[1] / "docs/pictures"
 Points = Sequence[tuple[float, float]]
 
 
@@ -19,13 +26,7 @@ class Style(msgspec.Struct, frozen=True):
     name: str  # In the legend.
     color: str  # Such as `#d55e00`.
     width: float = 1.4  # In pixels.
-    dash: str = ""  # An SVG dash pattern such as `6 4`; empty for a solid line.
-
-    @property
-    def stroke(self) -> str:
-        """Its attributes in SVG."""
-        dash = f' stroke-dasharray="{self.dash}"' if self.dash else ""
-        return f'stroke="{self.color}" stroke-width="{self.width}"{dash}'
+    dash: str = "solid"  # A dash pattern of plotly, such as `dash`.
 
 
 class Axis(msgspec.Struct, frozen=True):
@@ -36,18 +37,21 @@ class Axis(msgspec.Struct, frozen=True):
     ticks: tuple[tuple[float, str], ...]  # Values and their labels.
     log: bool = False  # Whether the scale is logarithmic.
 
-    def share(self, value: float) -> float:
-        """The position of a value along the axis, from 0 to 1; values outside are clamped."""
-        low, high = self.lowest, self.highest
-        if self.log:
-            low, high, value = math.log(low), math.log(high), math.log(max(value, low))
-        return min(1.0, max(0.0, value - low) / (high - low))
+    def settings(self) -> dict[str, Any]:
+        """Returns the axis in plotly's terms."""
+        ends = (self.lowest, self.highest)
+        return {
+            "range": [round(math.log10(end), 6) for end in ends] if self.log else ends,
+            "type": "log" if self.log else "linear",
+            "tickvals": [value for value, _ in self.ticks],
+            "ticktext": [label for _, label in self.ticks],
+        }
 
 
 class Panel(msgspec.Struct, frozen=True):
     """One frame of a picture."""
 
-    title: str  # Written at its lower left.
+    title: str
     across: Axis  # The horizontal axis.
     up: Axis  # The vertical one.
     lines: tuple[tuple[Style, Points], ...]  # Style and points of each line; the first is on top.
@@ -61,9 +65,8 @@ def picture(
     *,
     columns: int = 2,
     size: tuple[int, int] = (400, 170),
-    legend_step: int = LEGEND_STEP,
-) -> str:
-    """A whole SVG file.
+) -> "Figure":
+    """Returns a figure of panels, with one legend.
 
     Args:
         title: Of the picture.
@@ -71,56 +74,67 @@ def picture(
         panels: Row by row.
         columns: Number of panels per row.
         size: Width and height of each, in pixels.
-        legend_step: From one entry of the legend to the next, in pixels.
     """
-    rows = math.ceil(len(panels) / columns)
-    width, height = columns * (size[0] + GAP) + GAP, TOP + rows * (size[1] + GAP)
-    box = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
-    font = 'font-family="Helvetica, Arial, sans-serif" font-size="11"'
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" {box} role="img" {font}>',
-        f"  <title>{title}</title>",
-        f'  <rect width="{width}" height="{height}" rx="8" fill="#ffffff"/>',
-        f'  <text x="{GAP}" y="24" font-size="14" font-weight="bold" fill="{INK}">{title}</text>',
-    ]
-    for number, style in enumerate(styles):
-        left = GAP + legend_step * number
-        parts.append(f'  <line x1="{left}" y1="42" x2="{left + 24}" y2="42" {style.stroke}/>')
-        parts.append(f'  <text x="{left + 30}" y="46" fill="{INK}">{style.name}</text>')
+    from plotly.graph_objects import Scatter
+
+    names = [style.name for style in styles]
+    figure = grid(title, [panel.title for panel in panels], columns=columns, size=size)
+    legend: set[str] = set()
     for number, panel in enumerate(panels):
-        left = GAP + number % columns * (size[0] + GAP)
-        top = TOP + number // columns * (size[1] + GAP)
-        parts += _panel(panel, left, top, *size)
-    return "\n".join([*parts, "</svg>", ""])
+        cell = {"row": number // columns + 1, "col": number % columns + 1}
+        for style, points in reversed(panel.lines):
+            line = {"color": style.color, "width": style.width, "dash": style.dash}
+            across, up = zip(*points, strict=True)
+            # Lines of a style have one entry in the legend.
+            entry = {"legendrank": names.index(style.name), "showlegend": style.name not in legend}
+            legend.add(style.name)
+            figure.add_trace(
+                Scatter(x=across, y=up, mode="lines", name=style.name, line=line, **entry), **cell
+            )
+        figure.update_xaxes(panel.across.settings(), **cell)
+        figure.update_yaxes(panel.up.settings(), **cell)
+        for x, y, text in panel.notes:
+            label = {"text": [text], "mode": "text", "textposition": "middle right", "showlegend": False}
+            figure.add_trace(Scatter(x=[x], y=[y], **label), **cell)
+    return figure
 
 
-def _panel(panel: Panel, left: int, top: int, width: int, height: int) -> Iterator[str]:
-    bottom = top + height
+def grid(title: str, titles: Sequence[str], *, columns: int, size: tuple[int, int]) -> "Figure":
+    """Returns a figure of empty panels of a size in pixels, row by row, in the style of all pictures."""
+    from plotly.subplots import make_subplots
 
-    def x_of(value: float) -> float:
-        return left + panel.across.share(value) * width
-
-    def y_of(value: float) -> float:
-        return bottom - panel.up.share(value) * height
-
-    yield f'  <rect x="{left}" y="{top}" width="{width}" height="{height}" fill="none" stroke="{FRAME}"/>'
-    yield f'  <text x="{left + 6}" y="{bottom - 8}" fill="{INK}">{panel.title}</text>'
-    for value, label in panel.up.ticks:
-        y = y_of(value)
-        yield f'  <line x1="{left}" y1="{y:.1f}" x2="{left + width}" y2="{y:.1f}" stroke="{GRID}"/>'
-        yield f'  <text x="{left - 4}" y="{y + 4:.1f}" fill="{SOFT}" text-anchor="end">{label}</text>'
-    for value, label in panel.across.ticks:
-        x = x_of(value)
-        yield f'  <text x="{x:.0f}" y="{bottom + 14}" fill="{SOFT}" text-anchor="middle">{label}</text>'
-    for style, points in reversed(panel.lines):
-        places = " ".join(f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in _corners(points))
-        yield f'  <polyline points="{places}" fill="none" {style.stroke}/>'
-    for across, up, text in panel.notes:
-        yield f'  <text x="{x_of(across):.0f}" y="{y_of(up):.0f}" fill="{SOFT}">{text}</text>'
+    rows = math.ceil(len(titles) / columns)
+    width, height = columns * (size[0] + 60) + 20, rows * (size[1] + 70) + 70
+    gaps = {"horizontal_spacing": 60 / width, "vertical_spacing": 70 / height}
+    figure = make_subplots(rows, columns, subplot_titles=titles, **(gaps if len(titles) > 1 else {}))
+    figure.update_annotations(font_size=12)
+    figure.update_layout(
+        title={"text": title, "font_size": 15, "x": 0.01, "y": 1 - 16 / height},
+        legend={"orientation": "h", "y": 1 + 30 / (height - 120), "yanchor": "bottom"},
+        width=width,
+        height=height,
+        margin={"l": 60, "r": 20, "t": 100, "b": 40},
+        font={"family": "Helvetica, Arial, sans-serif", "size": 11},
+    )
+    return figure
 
 
-def _corners(points: Points) -> list[tuple[float, float]]:
-    """The points of a line without the inner points of horizontal segments."""
-    inner = zip(points, points[1:], points[2:], strict=False)
-    bends = [point for before, point, after in inner if not before[1] == point[1] == after[1]]
-    return [points[0], *bends, points[-1]]
+def is_current(figure: "Figure", path: Path) -> bool:
+    """Returns whether an SVG file shows this figure."""
+    return path.is_file() and path.read_text(encoding="utf-8").startswith(_mark(figure))
+
+
+def write_svg(figure: "Figure", path: Path) -> None:
+    """Writes the SVG file of a figure."""
+    mark = _mark(figure)
+    figure.update_layout(template="plotly_white")
+    path.write_text(f"{mark}{figure.to_image(format='svg').decode()}\n", encoding="utf-8")
+
+
+def _mark(figure: "Figure") -> str:
+    """Returns the first line of the file of a figure."""
+    parts = figure.to_dict()
+    # Versions of plotly have different templates.
+    parts["layout"].pop("template", None)
+    values = json.dumps(parts, sort_keys=True, default=list)
+    return f"<!-- figure {hashlib.sha256(values.encode()).hexdigest()[:32]} -->\n"

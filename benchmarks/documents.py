@@ -4,7 +4,8 @@
     python -m benchmarks.documents --write     # writes them
 
 A table is between `<!-- table NAME: written by SCRIPT -->` and `<!-- end of table NAME -->`. A number within
-a sentence is a figure (`benchmarks/figures.py`). No GPU is needed.
+a sentence is a figure (`benchmarks/figures.py`). No GPU is needed. Pictures
+need kaleido and Chromium to be written.
 """
 
 import argparse
@@ -12,8 +13,10 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from benchmarks import saved, search_report, tables
+from benchmarks import saved, search_report, speed_charts, tables
+from benchmarks.charts import PICTURES, is_current, write_svg
 from benchmarks.dispatch_regret import regret
 from benchmarks.exhaustive import axes, prediction
 from benchmarks.figures import with_figures
@@ -29,7 +32,9 @@ from flashtune.core.errors import FlashtuneError, UsageError
 from scripts.reference import feature_table, key_table
 from tests.mutants import pages as mutants
 
-PICTURES = ROOT / "docs/pictures"
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
 TABLE = re.compile(r"<!-- table ([\w-]+): written by (.+?) -->")
 
 # Tables by name, for each script that pages name.
@@ -65,16 +70,21 @@ def main() -> None:
         changed = {path: new for path, new in generated().items() if new != path.read_text(encoding="utf-8")}
     except FlashtuneError as error:
         sys.exit(f"error: {error}")
+    stale = {path: figure for path, figure in pictures().items() if not is_current(figure, path)}
     for path, text in changed.items():
         print(path.relative_to(ROOT))
         if options.write:
             path.write_text(text, encoding="utf-8")
-    if changed and not options.write:
+    for path, figure in stale.items():
+        print(path.relative_to(ROOT))
+        if options.write:
+            write_svg(figure, path)
+    if (changed or stale) and not options.write:
         sys.exit("these pages differ from the saved results: python -m benchmarks.documents --write")
 
 
 def generated() -> dict[Path, str]:
-    """Every page and picture as the saved results give it."""
+    """Returns every page as the saved results give it."""
     texts: dict[str, Mapping[str, str]] = {}
     contents = {}
     for name in pages():
@@ -90,8 +100,13 @@ def generated() -> dict[Path, str]:
             begin, end = f"<!-- table {table}: written by {script} -->", f"<!-- end of table {table} -->"
             page = filled(page, begin, end, texts[script][table])
         contents[path] = with_figures(page)
-    drawn = {**training_report.pictures(), **policies_report.pictures()}
-    return contents | {PICTURES / f"{name}.svg": picture for name, picture in drawn.items()}
+    return contents
+
+
+def pictures() -> "dict[Path, Figure]":
+    """Returns the figures of the saved results, by their SVG files."""
+    drawn = {**training_report.pictures(), **policies_report.pictures(), **speed_charts.pictures()}
+    return {PICTURES / f"{name}.svg": figure for name, figure in drawn.items()}
 
 
 def filled(page: str, begin: str, end: str, text: str) -> str:

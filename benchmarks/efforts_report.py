@@ -6,6 +6,7 @@
 import math
 import statistics
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from benchmarks import charts
 from benchmarks.charts import Axis, Panel, Style
@@ -15,6 +16,9 @@ from flashtune.core.record import Record
 from flashtune.db.codec import decode_record
 from flashtune.tuner.cli.output import table
 from flashtune.tuner.search.request import Effort
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
 
 SCRIPT = "benchmarks/efforts_report.py"
 SAVED = RESULTS / "nvidia-h200-efforts.json.gz"
@@ -44,8 +48,8 @@ def texts(saved: Saved[Efforts] | None = None) -> dict[str, str]:
     }
 
 
-def pictures(saved: Saved[Efforts] | None = None) -> dict[str, str]:
-    """Returns the SVG files by name."""
+def pictures(saved: Saved[Efforts] | None = None) -> "dict[str, Figure]":
+    """Returns the figures by name."""
     searches = (saved or results()).rows.searches
     return {"search-efforts": _curves(searches), "search-work": _work(searches)}
 
@@ -136,7 +140,7 @@ def _shown(searches: Sequence[Searched]) -> list[str]:
     return list(cold or dict.fromkeys(row.problem for row in searches))[:4]
 
 
-def _curves(searches: Sequence[Searched]) -> str:
+def _curves(searches: Sequence[Searched]) -> "Figure":
     """Best time so far against seconds, as speed over the best of all searches of the shape."""
     panels, styles = [], {}
     for problem in _shown(searches):
@@ -146,7 +150,7 @@ def _curves(searches: Sequence[Searched]) -> str:
         lines = []
         for row in own:
             name = f"{row.effort.value}{', cold' if row.cold else ''}"
-            style = Style(name, COLORS[row.effort], 1.4, "5 3" if row.cold else "")
+            style = Style(name, COLORS[row.effort], 1.4, "dash" if row.cold else "solid")
             styles[row.cold, [*Effort].index(row.effort)] = style
             # The best so far stays until the next improvement, and until the end.
             steps = [(seconds, fastest / ms) for seconds, ms in row.best]
@@ -165,7 +169,7 @@ def _seconds(longest: float) -> Axis:
     return Axis(0, longest, tuple((at, f"{at} s") for at in range(0, int(longest) + 1, step)))
 
 
-def _work(searches: Sequence[Searched]) -> str:
+def _work(searches: Sequence[Searched]) -> "Figure":
     """Share of each second in which workers are busy, for default searches in new processes."""
     panels = []
     for problem in _shown(searches):
@@ -188,7 +192,7 @@ def _work(searches: Sequence[Searched]) -> str:
         up = Axis(-0.2, 1.02, tuple((share, f"{share:.0%}") for share in (0.0, 0.5, 1.0)))
         panels.append(Panel(row.shape, _seconds(row.seconds), up, lines))
     styles = [style for style, _ in WORK.values()]
-    return charts.picture("Busy share of each second of a default search", styles, panels, legend_step=150)
+    return charts.picture("Busy share of each second of a default search", styles, panels)
 
 
 def busy(row: Searched, names: Sequence[str], workers: int) -> list[tuple[float, float]]:

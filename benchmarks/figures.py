@@ -18,9 +18,13 @@ from benchmarks.saved import RESULTS, ROOT, document, sources
 from benchmarks.search_replay import policies_report
 from flashtune.core.errors import UsageError
 from flashtune.core.problem import Direction
+from flashtune.core.record import Record, Verdict
 from flashtune.core.target import TARGETS
 from flashtune.templates.registry import families
+from flashtune.tuner.tables.lookup import shipped_tables
 from tests.mutants.catalogue import gpu_mutants
+from tests.mutants.pages import pages_runs
+from tests.mutants.results import Control
 
 MARK = re.compile(r"<!-- figure ([\w-]+) -->(.*?)<!-- end -->", re.DOTALL)
 OURS, CUDNN = "flashtune", "sdpa-cudnn"
@@ -107,6 +111,28 @@ def _truth_rows() -> str:
 
 
 @functools.cache
+def _shipped() -> list[Record]:
+    """Returns the records of all shipped tables."""
+    return [record for table in shipped_tables() for record in table.records]
+
+
+def _verdicts() -> list[Verdict]:
+    """Returns the verdicts of the shipped records."""
+    return [record.verdict for record in _shipped() if record.verdict]
+
+
+@functools.cache
+def _random_summaries() -> list[dict[str, Any]]:
+    """Returns the saved comparisons of random problems, of both passes."""
+    return [document(path)["rows"] for path in sorted(RESULTS.glob("*-random-*.json.gz"))]
+
+
+def _controls() -> list[Control]:
+    """Returns the verified kernels of random configs."""
+    return [control for run in pages_runs(()) if not run.found for control in run.controls]
+
+
+@functools.cache
 def _mutants() -> Counter[str]:
     """The number of mutants of each family."""
     return Counter(mutant.subject.family for mutant in gpu_mutants())
@@ -144,6 +170,14 @@ FIGURES: dict[str, Callable[[], str]] = {
     "random-least": lambda: f"{min(_judged('random')):.3f}",
     "random-most": lambda: f"{max(_judged('random')):.3f}",
     "truth-rows": _truth_rows,
+    "shipped-records": lambda: str(len(_shipped())),
+    "shipped-passed": lambda: str(sum(verdict.passed for verdict in _verdicts())),
+    "shipped-checks": lambda: f"{statistics.median(verdict.checks for verdict in _verdicts()):,.0f}",
+    "shipped-worst": lambda: f"{max(verdict.worst_ratio for verdict in _verdicts()):.2f}",
+    "random-problems": lambda: f"{sum(rows['problems'] for rows in _random_summaries()):,}",
+    "random-wrong": lambda: str(sum(len(rows["wrong"]) for rows in _random_summaries())),
+    "controls": lambda: str(len(_controls())),
+    "controls-refused": lambda: str(sum(not control.passed for control in _controls())),
     "mutants": lambda: str(_mutants().total()),
     "mutants-serving": lambda: _mutants_of("forward_masked", "decode_split_kv"),
     "mutants-gradients": lambda: _mutants_of("backward_split", "backward_fused", "backward_hopper"),

@@ -144,7 +144,7 @@ def features_table(results: Results) -> Iterator[str]:
 
 def winners_table(benches: Sequence[Bench], family: str) -> Iterator[str]:
     """Each axis's values at the selected configs of a family, and where another family was selected."""
-    lines = {title: [_config(bench, family) for bench in line] for title, line in _lines(benches).items()}
+    lines = {title: [_config(bench, family) for bench in line] for title, line in lines_of(benches).items()}
     axes = dict.fromkeys(axis for line in lines.values() for config in line for axis in config)
     rows = [(f"`{axis}`", *(_values(line, axis) for line in lines.values())) for axis in axes]
     if rows:
@@ -199,7 +199,7 @@ def _standing(results: Results, grid: str) -> dict[str, AgainstPoint]:
     return {point.case: point for point in standing.points} if standing else {}
 
 
-def _lines(benches: Sequence[Bench]) -> dict[str, list[Bench]]:
+def lines_of(benches: Sequence[Bench]) -> dict[str, list[Bench]]:
     """The benches of each head dim and mask, shortest first."""
     grouped: dict[str, list[Bench]] = {}
     for bench in sorted(benches, key=lambda bench: bench.problem.seqlen_kv):
@@ -216,7 +216,7 @@ def _by_length(benches: Sequence[Bench], intro: str, ratio: Callable[[Bench], st
     yield ""
     lengths = sorted({bench.problem.seqlen_kv for bench in benches})
     rows = []
-    for title, line in _lines(benches).items():
+    for title, line in lines_of(benches).items():
         cells = {bench.problem.seqlen_kv: f"{_ours(bench).tflops:.0f}{ratio(bench)}" for bench in line}
         rows.append((title, *(cells.get(length, "–") for length in lengths)))
     yield from table(("", *(f"S={length}" for length in lengths)), rows)

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 ALLOWED = ROOT / "scripts/prose_allowed.toml"
-PAGES = ("README.md", "CONTRIBUTING.md", "Makefile", "docs/*.md")
+PAGES = ("README.md", "CONTRIBUTING.md", "Makefile", "docs/*.md", "docs/*/*.md")
 # Generated from the help texts of commands, which are checked where they are written.
 GENERATED = frozenset({"docs/cli.md"})
 CODE = ("flashtune", "tuner", "templates", "db", "benchmarks", "examples", "scripts", "tests")
@@ -125,6 +125,17 @@ def findings_of(path: Path) -> Iterator[Finding]:
             for pattern, advice in RULES:
                 if match := pattern.search(sentence):
                     yield Finding(name, sentence, f"{match.group(0).strip()!r}: {advice}")
+
+
+def count_words() -> int:
+    """Returns the words of README and docs, without code, tables, headings, the tutorial and references."""
+    pages = (
+        path
+        for pattern in ("README.md", "docs/*.md", "docs/integrations/*.md")
+        for path in ROOT.glob(pattern)
+    )
+    texts = (path.read_text("utf-8") for path in pages if path.name not in ("cli.md", "tutorial.md"))
+    return sum(len(sentence.split()) for text in texts for sentence in sentences(text))
 
 
 def texts_of(suffix: str, source: str) -> list[str]:

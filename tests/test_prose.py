@@ -71,3 +71,7 @@ def test_all_pages_and_packages_are_checked() -> None:
     files = prose.checked_files()
     assert {"README.md", "docs/design.md", "flashtune/core/problem.py", "tuner/candidates.py"} <= set(files)
     assert "docs/cli.md" not in files
+
+
+def test_pages_have_fewer_words_than_their_limit() -> None:
+    assert 10_000 < prose.count_words() <= 28_000

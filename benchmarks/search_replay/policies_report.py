@@ -6,6 +6,7 @@
 import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -15,6 +16,9 @@ from benchmarks.saved import RESULTS, decoded
 from benchmarks.search_replay.replays import JUDGED_SHARE
 from flashtune.core.errors import TableError
 from flashtune.tuner.cli.output import table
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
 
 SCRIPT = "benchmarks/search_replay/policies_report.py"
 SAVED = tuple(RESULTS / f"nvidia-h200-policies{part}.json.gz" for part in ("", "-samplers"))
@@ -64,8 +68,8 @@ def texts() -> dict[str, str]:
     return {"policies": "\n".join(_lines(summaries()))}
 
 
-def pictures() -> dict[str, str]:
-    """Returns the SVG files by name."""
+def pictures() -> "dict[str, Figure]":
+    """Returns the figures by name."""
     replays = whole(summaries())
     return {name: picture(replays, title, curve) for name, (title, curve) in CURVES.items()}
 
@@ -213,7 +217,7 @@ CURVES: dict[str, tuple[str, Curve]] = {
 }
 
 
-def picture(replays: Sequence[Summary], title: str, curve: Curve) -> str:
+def picture(replays: Sequence[Summary], title: str, curve: Curve) -> "Figure":
     """A panel for each problem, a line for each policy."""
     styles = [_style(policy) for policy in policies_of(replays)]
     return charts.picture(

@@ -1,5 +1,7 @@
 """Charts of measurements of training."""
 
+from typing import TYPE_CHECKING
+
 from benchmarks import charts
 from benchmarks.charts import Axis, Panel, Points, Style
 from benchmarks.training.memory import GIB, OURS, UNFUSED, Document
@@ -7,18 +9,21 @@ from examples.training.report import Document as Training
 from examples.training.report import median_ms
 from examples.training.trainer import Run, left_out
 
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
 # Lines lie upon one another: those below are wider, and the uppermost one has gaps.
 MEMORY_STYLES = (
-    Style(OURS, "#d55e00", 2.0, "7 5"),
+    Style(OURS, "#d55e00", 2.0, "dash"),
     Style("sdpa-cudnn", "#0072b2", 3.2),
     Style("sdpa-efficient", "#8fd3bd", 6.0),
     Style("sdpa-flash", "#5b6475", 1.6),
     Style(UNFUSED, "#cc79a7", 2.0),
-    Style("held in any case", "#8a93a6", 1.4, "2 3"),
+    Style("held in any case", "#8a93a6", 1.4, "dot"),
 )
-FLOOR = Style("entropy of the data", "#8a93a6", 1.4, "2 3")
+FLOOR = Style("entropy of the data", "#8a93a6", 1.4, "dot")
 RUN_STYLES = {
-    "flashtune": Style("flashtune", "#d55e00", 1.4, "5 4"),
+    "flashtune": Style("flashtune", "#d55e00", 1.4, "dash"),
     "torch SDPA": Style("torch SDPA", "#0072b2", 2.4),
     "another SDPA": Style("another SDPA", "#8fd3bd", 5.0),
 }
@@ -34,7 +39,7 @@ SIZES = (
 LOSSES = (0.5, 1, 2, 4, 8)
 
 
-def memory_picture(document: Document) -> str:
+def memory_picture(document: Document) -> "Figure":
     """Peaks over the length on two log axes, one line for each way."""
     lengths = [row.seqlen for row in document.rows]
     *ways, held = MEMORY_STYLES
@@ -64,7 +69,7 @@ def _peaks(document: Document, name: str) -> Points:
     ]
 
 
-def losses_picture(document: Training) -> str:
+def losses_picture(document: Training) -> "Figure":
     """A chart of the losses of all runs, and of the time of each step."""
     steps = document.setting.steps
     across = Axis(0, steps, tuple((part * steps // 3, f"{part * steps // 3}") for part in range(4)))

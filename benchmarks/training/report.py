@@ -5,6 +5,7 @@
 """
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -17,6 +18,9 @@ from benchmarks.training.memory import GIB, OURS, Peak
 from examples.training import report as example
 from flashtune.tuner.cli.output import table
 from flashtune.tuner.workloads.shapes import parse_shape
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
 
 SCRIPT = "benchmarks/training/report.py"
 MIB = 2**20
@@ -63,8 +67,8 @@ def texts() -> dict[str, str]:
     return {name: "\n".join(each) for name, each in lines.items()}
 
 
-def pictures() -> dict[str, str]:
-    """Returns the SVG files by name."""
+def pictures() -> "dict[str, Figure]":
+    """Returns the figures by name."""
     memory, losses = memory_picture(saved_memory()), losses_picture(saved_example())
     return {"training-memory": memory, "training-losses": losses}
 

@@ -58,8 +58,8 @@ def attention(
             keys before it and `right` keys after it. -1 or None means no limit on that side. A causal mask
             hides all keys after the position. A window of w keys including the own key is (w - 1, 0).
         softcap: Replaces scores s by softcap · tanh(s / softcap). None or 0 disables it.
-        alibi_slopes: ALiBi slopes, float32 [heads] or [batch, heads]: slope · |position - key| is subtracted
-            from the scores.
+        alibi_slopes: ALiBi slopes, float32 [heads] or [batch, heads]: `slope · |position - key|` is
+            subtracted from the scores.
         attn_bias: Bias that is added to the scores after softcap and ALiBi, in q's type: [batch, heads,
             seqlen_q, seqlen_kv]. All dimensions but the last may be 1. -inf hides a key.
         attn_mask: Boolean mask of such a shape, True where a query sees a key. It is combined with the other

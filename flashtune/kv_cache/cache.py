@@ -31,7 +31,7 @@ from flashtune.runtime.value_checks import check_slot_values, values_are_checked
 class PagedKVCache:
     """Keys and values of many growing sequences, in pages that are allocated as they grow.
 
-    A page number means the same page in every layer. A step of continuous batching:
+    A page number means the same page in every layer. A step of continuous batching::
 
         slots = cache.extend(sequences, tokens)  # makes room, once for all layers
         for layer in range(layers):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import documents, figures, headline, numbers, saved
+from benchmarks import charts, documents, figures, headline, numbers, saved
 from benchmarks.numbers import Exemption, Kind, unbacked
 from flashtune.core.errors import TableError, UsageError
 
@@ -22,6 +22,9 @@ def test_generated_text_matches_the_saved_results() -> None:
         for path, text in documents.generated().items()
         if path.read_text(encoding="utf-8") != text
     ]
+    differing += [
+        path.name for path, figure in documents.pictures().items() if not charts.is_current(figure, path)
+    ]
     assert not differing, "python -m benchmarks.documents --write"
 
 
@@ -35,6 +38,12 @@ def test_every_measured_number_is_generated_or_exempt(page: str) -> None:
     assert not missing, (
         "bind each to a saved result, or exempt it with a reason: python -m benchmarks.numbers"
     )
+
+
+@pytest.mark.parametrize("page", numbers.pages())
+def test_no_line_starts_with_a_figure(page: str) -> None:
+    # Markdown takes such a line for a block of HTML, which ends the paragraph.
+    assert not re.findall(r"(?m)^ *<!-- figure.*", (numbers.ROOT / page).read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("page", sorted({*numbers.pages(), "CHANGELOG.md", "CONTRIBUTING.md"}))

@@ -5,7 +5,6 @@ import subprocess
 import time
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import msgspec
 import pytest
@@ -77,12 +76,10 @@ def test_tables_have_seconds_shares_and_different_picks(saved: Saved[Efforts]) -
 
 def test_pictures_have_a_panel_for_each_shape_with_a_cold_start(saved: Saved[Efforts]) -> None:
     drawn = efforts_report.pictures(saved)
-    for picture in drawn.values():
-        ElementTree.fromstring(picture)
-        assert all(SHAPES[number] in picture for number in range(4))
-        assert SHAPES[4] not in picture
-    assert drawn["search-efforts"].count("<polyline") == 4 * 6
-    assert drawn["search-work"].count("<polyline") == 4 * 4
+    for figure in drawn.values():
+        assert [title.text for title in figure.layout.annotations] == list(SHAPES[:4])
+    assert len(drawn["search-efforts"].data) == 4 * 6
+    assert len(drawn["search-work"].data) == 4 * 4
     row = saved.rows.searches[0]
     assert efforts_report.busy(row, ("compile",), 2)[:3] == [(0.5, 0.0), (1.5, 0.75), (2.5, 1.0)]
 

@@ -1,8 +1,5 @@
 """Tests of `flashtune.testing.problem` and of the fake GPU."""
 
-import re
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -63,12 +60,3 @@ def test_fake_gpu_has_the_properties_of_its_target(name: str) -> None:
         # Architectures of AMD are read from torch's build for ROCm only.
         if target.is_nvidia:
             assert device_target(0) == target
-
-
-PAGE = Path(__file__).parents[2] / "docs/testing.md"
-
-
-def test_examples_of_the_page_run() -> None:
-    examples = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    assert len(examples) == 4
-    exec(compile("\n".join(examples), str(PAGE), "exec"), {})

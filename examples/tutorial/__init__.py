@@ -1,0 +1,1 @@
+"""Code of the tutorial in docs/tutorial.md: kernels on a CPU with counters of their memory accesses."""
