@@ -31,19 +31,7 @@ SECTIONS: dict[str, frozenset[str]] = {
     "GPU": frozenset({"target_name", "target_names", "device"}),
     "Options": frozenset(),
     "Output": frozenset(
-        {
-            "as_json",
-            "quiet",
-            "verbose",
-            "progress",
-            "out",
-            "markdown",
-            "plot",
-            "save",
-            "serve",
-            "study",
-            "report",
-        }
+        {"as_json", "quiet", "verbose", "progress", "out", "markdown", "plot", "save", "study", "report"}
     ),
     "General": frozenset({"db", "_click_default_help"}),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     help="Write each search as an Optuna study into a new storage, such as sqlite:///study.db. "
     "optuna-dashboard opens it.",
 )
-@click.option("--refresh", type=click.IntRange(min=1), hidden=True)
+@click.option("--refresh", type=click.IntRange(min=1), hidden=True, help="Seconds between loads of a page.")
 @database_option
 def command(
     problems: tuple[Problem, ...],
@@ -90,4 +91,5 @@ def command(
         handler = functools.partial(SimpleHTTPRequestHandler, directory=str(out))
         with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
             note(f"serving http://127.0.0.1:{server.server_port}/ until Ctrl-C")
-            server.serve_forever()
+            with contextlib.suppress(KeyboardInterrupt):
+                server.serve_forever()

@@ -1,6 +1,7 @@
 """The facts of shapes and their kernels, from which the pages of a report are made."""
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,15 +21,8 @@ from flashtune.tuner.workloads.work import is_decode, rate
 RUNNERS_UP = 12
 
 Json = dict[str, Any]
-
-
-class Texts(dict[str, int]):
-    """Positions of texts, so that a report has each one once: many kernels have equal versions and probes."""
-
-    def __missing__(self, text: str) -> int:
-        """Adds a text."""
-        self[text] = len(self)
-        return self[text]
+# Positions of texts, so that a report has each one once: many kernels have equal versions and probes.
+Texts = defaultdict[str, int]
 
 
 def shape_facts(shape: Shape, source: Source, texts: Texts) -> Json:

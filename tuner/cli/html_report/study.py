@@ -12,6 +12,7 @@ import optuna
 from optuna.distributions import CategoricalDistribution
 from optuna.exceptions import DuplicatedStudyError, ExperimentalWarning, OptunaError
 from optuna.trial import FrozenTrial, TrialState
+from sqlalchemy.exc import SQLAlchemyError
 
 from flashtune.core.errors import FlashtuneError, UsageError, quoted
 from flashtune.core.record import Outcome, Record
@@ -43,7 +44,7 @@ def write_studies(shapes: Iterable[Shape], url: str) -> int:
             optuna.create_study(study_name=name, storage=storage).add_trials(trials_of(candidates))
     except DuplicatedStudyError as error:
         raise UsageError(f"{where} has a study of these searches already: name a new storage") from error
-    except (OptunaError, ValueError, ImportError) as error:
+    except (OptunaError, SQLAlchemyError, ValueError, ImportError) as error:
         raise FlashtuneError(f"cannot write the studies to {where}: {error}") from error
     return len(searched)
 

@@ -1,6 +1,6 @@
 """Writes the pages of a report: static files that a browser opens without a server."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib import resources
@@ -33,7 +33,7 @@ def write_report(source: Source, out: Path, db: str | None, refresh: int | None 
             are then left out, because their curves take seconds. None for a complete report.
     """
     models = () if refresh else models_of(source.shapes)
-    texts = Texts()
+    texts: Texts = defaultdict(lambda: len(texts))
     shapes = {shape.name: shape_facts(shape, source, texts) for shape in source.shapes}
     for shape in source.shapes:
         shapes[shape.name]["models"] = [
@@ -41,10 +41,6 @@ def write_report(source: Source, out: Path, db: str | None, refresh: int | None 
         ]
         if shape.candidates:
             shapes[shape.name]["search"] = _write_search(shape, out)
-    current = {facts.get("search") for facts in shapes.values()}
-    for file in out.glob("search-*.js"):
-        if file.name not in current:
-            file.unlink()
     peers = Counter(
         peer for facts in shapes.values() for kernel in facts["kernels"] for peer, _ in kernel["peers"]
     )
@@ -61,6 +57,10 @@ def write_report(source: Source, out: Path, db: str | None, refresh: int | None 
         texts=names,
         peers=[peer for peer, _ in peers.most_common()],
     )
+    current = {facts.get("search") for facts in shapes.values()}
+    for file in out.glob("search-*.js"):
+        if file.name not in current:
+            file.unlink()
     return out / "index.html"
 
 
