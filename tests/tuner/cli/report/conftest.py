@@ -20,8 +20,8 @@ CONFIGS = [f"block_m={rows},block_n={columns}" for rows in (32, 64, 128) for col
 
 
 @pytest.fixture
-def searched(run: Run, make_record: Callable[..., Record], tmp_path: Path) -> tuple[Record, ...]:
-    """Nine timed candidates, of which the last is selected, one that does not fit, and a wrong one."""
+def running(run: Run, make_record: Callable[..., Record], tmp_path: Path) -> tuple[Record, ...]:
+    """Nine timed candidates, one that does not fit, and a wrong one; nothing is selected yet."""
     records = [make_record(config, ms=0.9 - 0.02 * at) for at, config in enumerate(CONFIGS)]
     time = records[-1].measurement
     assert time is not None
@@ -35,9 +35,17 @@ def searched(run: Run, make_record: Callable[..., Record], tmp_path: Path) -> tu
         make_record("block_m=16", ms=None, outcome=Outcome.WRONG_RESULT, message=HOSTILE),
     ]
     with open_store(str(tmp_path / "flashtune.sqlite")) as store:
-        ids = [store.add(record) for record in records]
-        store.pin(ids[len(CONFIGS) - 1])
+        for record in records:
+            store.add(record)
     return tuple(records)
+
+
+@pytest.fixture
+def searched(running: tuple[Record, ...], tmp_path: Path) -> tuple[Record, ...]:
+    """The same records, of which the fastest is selected."""
+    with open_store(str(tmp_path / "flashtune.sqlite")) as store:
+        store.pin(store.add(running[len(CONFIGS) - 1]))
+    return running
 
 
 @pytest.fixture(scope="session")

@@ -150,7 +150,7 @@ def test_filters_of_the_leaderboard_combine_and_stay_in_the_address(shipped: Pat
 
 def test_model_of_an_address_filters_the_leaderboard(shipped: Path, show: Open) -> None:
     page = show(shipped, "models.html")
-    page.click("text=shapes of gpt-oss-20b")
+    page.click("[aria-label='shapes of gpt-oss-20b']")
     page.wait_for_load_state("networkidle")
     rows = shown_rows(page)
     assert page.locator("select[name=model]").input_value() == "gpt-oss-20b"
@@ -196,3 +196,19 @@ def test_searched_shape_has_plots_and_no_markup_of_its_records(report: Path, sho
     assert names == ["forward_q_outer", "does not fit", "failed", "capacity"]
     assert HOSTILE in page.inner_text("[aria-label='Times, fastest first']")
     assert page.locator("img").count() == 0
+
+
+def test_shape_of_a_running_search_has_its_best_time_and_plots(
+    run: Run, running: tuple[Record, ...], show: Open, tmp_path: Path
+) -> None:
+    assert run("report", "--out", tmp_path / "report", "--refresh", "1").exit_code == 0
+    page = show(tmp_path / "report", "index.html")
+    (row,) = shown_rows(page)
+    assert "forward_q_outer, not selected" in row
+    assert "0.74" in row
+    with page.expect_event("load", timeout=20_000):
+        pass
+    page.uncheck("#refresh")
+    page.locator("#board tbody a").click()
+    page.wait_for_selector("text=Importance of the axes")
+    assert page.locator("h2").all_inner_texts() == ["Times", "Search"]

@@ -47,6 +47,13 @@ def test_every_shipped_shape_has_a_row_and_facts(shipped: Path) -> None:
 
 
 @pytest.mark.slow
+def test_no_shipped_time_is_below_the_roofline_of_its_page(shipped: Path) -> None:
+    for name, shape in read(shipped, "shapes.js")["shapes"].items():
+        for kernel in shape["kernels"]:
+            assert shape["bound"][0] < kernel["time"][0], name
+
+
+@pytest.mark.slow
 def test_every_link_and_script_of_a_report_exists(shipped: Path) -> None:
     models = read(shipped, "models.js")
     for page in shipped.glob("*.html"):

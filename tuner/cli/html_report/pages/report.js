@@ -174,10 +174,11 @@ function times(shape, texts) {
   const layout = {
     height: 110 + 28 * bars.length,
     showlegend: false,
+    shapes: [{ type: "line", x0: shape.bound[0], x1: shape.bound[0], y0: 0, y1: 1, yref: "paper", line: { dash: "dash", color: "#1b1f24" } }],
     xaxis: { title: { text: "ms" }, rangemode: "tozero" },
     yaxis: { tickvals: trace.y, ticktext: bars.map((bar) => plain(bar.name)), autorange: "reversed" },
   };
-  const text = `Median times; error bars reach from the 20th to the 80th percentile of measured kernels. The roofline is ${milliseconds(shape.bound[0])}, by ${shape.bound[1]}.`;
+  const text = `Median times; error bars reach from the 20th to the 80th percentile of measured kernels. The dashed line is the roofline, ${milliseconds(shape.bound[0])}.`;
   const rows = bars.map((bar) => [bar.name, milliseconds(bar.time[0]), bar.spread ? bar.time.slice(1).map((ms) => Number(ms.toPrecision(4))).join(" to ") : "–", (bar.time[0] / best).toFixed(2), bar.detail]);
   return [
     make("h2", {}, "Times"),
@@ -235,7 +236,7 @@ function showShape(root) {
     make("h1", {}, `${shape.title} on ${gpu}`),
     make("p", {}, make("code", {}, key)),
     make("p", {}, `At least ${milliseconds(shape.bound[0])}, bound by ${shape.bound[1]}: matrix units ${matrix}, softmax ${softmax}, memory ${memory}.`),
-    ...(rows[0].length > 1 ? [make("h2", {}, "Kernel"), grid("Selected kernel; other strides has the kernel for tensors that it cannot address", ["", ...roles], rows, "facts")] : [make("p", {}, "No kernel is selected.")]),
+    ...(rows[0].length > 1 ? [make("h2", {}, "Kernel"), grid(roles.length > 1 ? "Selected kernel, and the kernel for tensors with strides that it cannot address" : "Selected kernel", ["", ...roles], rows, "facts")] : [make("p", {}, "No kernel is selected yet.")]),
     ...times(shape, texts),
     ...sram(shape, texts),
     ...(rows[0].length > 1 ? [make("h2", {}, "Evidence"), grid("Evidence of the selection", ["", ...roles], evidence, "facts")] : []),
