@@ -11,7 +11,8 @@ searched at a time on each. It runs these searches in this order, and starts non
 - all shapes twice with the default effort, the later ones of a process with running workers;
 - one shape for each GPU with each effort from a cold start, without the winners of other shapes.
 
-Then the picks of each shape are timed in one run on its GPU. `searches` searches shapes in one process, and
+Then the picks of each shape are timed in one run on its GPU. With `--resume FILE`, searches of an earlier run
+are not repeated, and their picks are timed with the others. `searches` searches shapes in one process, and
 `parts` times the parts of evaluating one candidate.
 """
 
@@ -306,34 +307,48 @@ def jobs_of(lane: int, lanes: int) -> list[Job]:
     quick, default, thorough = ([Job((shape,), effort) for shape in first] for effort in Effort)
     again = [Job(every, Effort.DEFAULT, 2), Job(every[len(first) :], Effort.DEFAULT)]
     cold = [Job(first[:1], effort, cold=True) for effort in Effort]
-    return [*quick, *default, *again, *cold[:2], *thorough, *cold[2:]]
+    return [*quick, *default, *thorough, *again, *cold]
+
+
+def searches_of(job: Job) -> set[tuple[str, Effort, int, bool]]:
+    """Returns the shape, effort, turn and start of each search of a job."""
+    return {(SHAPES[shape], job.effort, job.turn, job.cold) for shape in job.shapes}
 
 
 class Lane:
     """Runs the jobs of one GPU, each in a new process."""
 
     def __init__(
-        self, number: int, lanes: int, deadline: float, folder: Path, finished: Callable[[], None]
+        self,
+        number: int,
+        lanes: int,
+        deadline: float,
+        folder: Path,
+        earlier: Sequence[Searched],
+        finished: Callable[[], None],
     ) -> None:
         """Binds the GPU and its cores. No job starts that may end after the deadline.
 
-        `finished` is called after each job.
+        Jobs of `earlier` searches are left out. `finished` is called after each job.
         """
         cores = sorted(os.sched_getaffinity(0))
         share = max(1, min(CORES, len(cores) // lanes))
         self.cores = cores[number * share : (number + 1) * share]
         gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         self._gpu = gpus[number] if gpus != [""] else str(number)
-        self._jobs = jobs_of(number, lanes)
+        self._place = number, lanes
+        own = {SHAPES[shape] for shape in range(number, len(SHAPES), lanes)}
+        self.searches = [row for row in earlier if row.shape in own]
+        done = {(row.shape, row.effort, row.turn, row.cold) for row in self.searches}
+        self._jobs = [job for job in jobs_of(number, lanes) if not searches_of(job) <= done]
         self._deadline, self._finished = deadline, finished
         self._folder = folder / str(number)
-        self.searches: list[Searched] = []
         self.parts: list[Parts] = []
         self.left_out: list[Job] = []
 
     def run(self) -> None:
         """Runs all jobs for which there is time, and times the picks."""
-        self.parts += self._run("parts", Job(self._jobs[0].shapes, Effort.QUICK), list[Parts], 60.0) or ()
+        self.parts += self._run("parts", jobs_of(*self._place)[0], list[Parts], 60.0) or ()
         for job in self._jobs:
             seconds = LONGEST[job.effort] * len(job.shapes)
             rows = None
@@ -365,7 +380,7 @@ class Lane:
             return msgspec.json.decode(file.read_bytes(), type=kind) if file.exists() else None
 
 
-def run_all(minutes: float, save: Path) -> None:
+def run_all(minutes: float, earlier: Sequence[Searched], save: Path) -> None:
     """Runs everything on all GPUs, prints the figures, and saves the results."""
     import torch
 
@@ -388,7 +403,7 @@ def run_all(minutes: float, save: Path) -> None:
             save_rows(save, results())
 
     with tempfile.TemporaryDirectory() as folder:
-        each += (Lane(number, lanes, deadline, Path(folder), store) for number in range(lanes))
+        each += (Lane(number, lanes, deadline, Path(folder), earlier, store) for number in range(lanes))
         threads = [threading.Thread(target=lane.run) for lane in each]
         for thread in threads:
             thread.start()
@@ -481,13 +496,17 @@ def main() -> None:
     parser.add_argument("--effort", type=Effort, default=Effort.DEFAULT)
     parser.add_argument("--shapes", default="0:1", help="a range of SHAPES")
     parser.add_argument("--given", type=Path, help="a job, or searches to time")
+    parser.add_argument("--resume", type=Path, help="the saved file of an earlier run of all")
     parser.add_argument("--cores")
     parser.add_argument("--began", type=float)
     parser.add_argument("--save", type=Path, required=True)
     arguments = parser.parse_args()
     began = arguments.began or time.time()
     if arguments.command == "all":
-        run_all(arguments.minutes, arguments.save)
+        from benchmarks.saved import load
+
+        earlier = load(arguments.resume, Efforts).rows.searches if arguments.resume else ()
+        run_all(arguments.minutes, earlier, arguments.save)
         return
     if arguments.cores:
         os.sched_setaffinity(0, {*map(int, arguments.cores.split(","))})

@@ -109,7 +109,7 @@ def test_lane_saves_finished_searches_and_starts_none_that_may_end_late(
 
     monkeypatch.setattr(subprocess, "run", run)
     finished: list[None] = []
-    lane = Lane(0, 4, time.time() + 80.0, tmp_path, lambda: finished.append(None))
+    lane = Lane(0, 4, time.time() + 80.0, tmp_path, (), lambda: finished.append(None))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     lane.run()
     assert {(row.effort, row.cold) for row in lane.searches} == {
@@ -118,3 +118,8 @@ def test_lane_saves_finished_searches_and_starts_none_that_may_end_late(
     assert {job.effort for job in lane.left_out} == {Effort.THOROUGH, Effort.DEFAULT}
     assert [command[3] for command in commands] == ["parts", *["searches"] * 8, "time"]
     assert len(finished) == len(jobs_of(0, 4))
+
+    late = Lane(0, 4, time.time() - 80.0, tmp_path, lane.searches, lambda: None)
+    late.run()
+    assert late.searches == lane.searches
+    assert late.left_out == lane.left_out
