@@ -10,7 +10,7 @@ from typing import Any
 
 import optuna
 from optuna.distributions import CategoricalDistribution
-from optuna.exceptions import DuplicatedStudyError, ExperimentalWarning, OptunaError
+from optuna.exceptions import DuplicatedStudyError, OptunaError
 from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -104,8 +104,9 @@ def axis_figures(candidates: Sequence[Found]) -> Iterator[Json]:
         study, fastest = optuna.create_study(), optuna.create_study()
         study.add_trials(trials)
         fastest.add_trials(trials[:MAX_LINES])
+        # Of functions that Optuna calls experimental, and of equal times.
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ExperimentalWarning)
+            warnings.simplefilter("ignore")
             lines = optuna.visualization.plot_parallel_coordinate(fastest, target_name="ms")
             bars = optuna.visualization.plot_param_importances(study, target_name="ms")
         bars.update_layout(xaxis_title="share of the differences", yaxis_title=None)

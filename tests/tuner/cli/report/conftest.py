@@ -12,8 +12,6 @@ from flashtune.db.store import open_store
 from flashtune.tuner.cli import main
 from tests.tuner.cli.conftest import Run
 
-pytest.importorskip("plotly")
-
 # Markup in the free texts of stored records.
 HOSTILE = "<img src=x onerror=alert(1)>"
 CONFIGS = [f"block_m={rows},block_n={columns}" for rows in (32, 64, 128) for columns in (16, 32, 64)]

@@ -172,8 +172,8 @@ def test_keyboard_sorts_the_leaderboard_with_missing_numbers_last(shipped: Path,
 
 
 def test_row_leads_to_the_page_of_its_shape(shipped: Path, show: Open) -> None:
-    page = show(shipped, "index.html")
-    link = page.locator("#board tbody a").first
+    page = show(shipped, "index.html?model=llama-3.1-8b")
+    link = page.locator("#board tbody tr:visible a").first
     title = link.inner_text()
     link.click()
     page.wait_for_selector("h2")
@@ -182,6 +182,9 @@ def test_row_leads_to_the_page_of_its_shape(shipped: Path, show: Open) -> None:
     evidence = page.inner_text("[aria-label='Evidence of the selection']")
     assert "passed" in evidence
     assert "Triton 3.6.0" in evidence
+    page.click("main >> text=llama-3.1-8b")
+    page.wait_for_selector("h2 >> text=prefill on")
+    assert page.inner_text("h1") == "llama-3.1-8b"
 
 
 def test_searched_shape_has_plots_and_no_markup_of_its_records(report: Path, show: Open) -> None:

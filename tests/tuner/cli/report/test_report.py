@@ -39,6 +39,14 @@ def test_shipped_tables_are_below_a_megabyte(shipped: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
+def test_report_of_the_shipped_tables_takes_under_ten_seconds(run: Run, tmp_path: Path) -> None:
+    started = time.perf_counter()
+    assert run("report", "--shipped", "--out", tmp_path / "report").exit_code == 0
+    assert time.perf_counter() - started < 10
+
+
+@pytest.mark.slow
 def test_every_shipped_shape_has_a_row_and_facts(shipped: Path) -> None:
     names = {f"{entry.record.target}/{entry.record.problem.key}" for entry in shipped_selections()}
     assert read(shipped, "shapes.js")["shapes"].keys() == names

@@ -236,6 +236,7 @@ function showShape(root) {
     make("h1", {}, `${shape.title} on ${gpu}`),
     make("p", {}, make("code", {}, key)),
     make("p", {}, `At least ${milliseconds(shape.bound[0])}, bound by ${shape.bound[1]}: matrix units ${matrix}, softmax ${softmax}, memory ${memory}.`),
+    ...(shape.models.length ? [make("p", {}, "Models: ", ...shape.models.flatMap((at, place) => [place ? ", " : "", make("a", { href: `model.html?${texts[at]}` }, texts[at])]), ".")] : []),
     ...(rows[0].length > 1 ? [make("h2", {}, "Kernel"), grid(roles.length > 1 ? "Selected kernel, and the kernel for tensors with strides that it cannot address" : "Selected kernel", ["", ...roles], rows, "facts")] : [make("p", {}, "No kernel is selected yet.")]),
     ...times(shape, texts),
     ...sram(shape, texts),
