@@ -227,7 +227,7 @@ function showShape(root) {
   const rows = [
     ["Family", ...shape.kernels.map((kernel) => texts[kernel.family])],
     ["Config", ...shape.kernels.map((kernel) => texts[kernel.config])],
-    ["Time", ...shape.kernels.map((kernel) => (kernel.time ? `${milliseconds(kernel.time[0])}${kernel.predicted ? ", predicted" : ""}, ${(kernel.tflops).toFixed(0)} TFLOP/s, ${((100 * shape.bound[0]) / kernel.time[0]).toFixed(0)}% of the roofline` : "–"))],
+    ["Time", ...shape.kernels.map((kernel) => (kernel.time ? `${milliseconds(kernel.time[0])}${kernel.predicted ? ", predicted" : ""}, ${kernel.gbps === null ? `${kernel.tflops.toFixed(0)} TFLOP/s` : `${kernel.gbps.toFixed(0)} GB/s`}, ${((100 * shape.bound[0]) / kernel.time[0]).toFixed(0)}% of the roofline` : "–"))],
   ];
   const lines = shape.kernels.map((kernel) => proof(kernel, texts));
   const evidence = Object.keys(lines[0] || {}).map((head) => [head, ...lines.map((line) => line[head])]);
@@ -237,10 +237,10 @@ function showShape(root) {
     make("p", {}, make("code", {}, key)),
     make("p", {}, `At least ${milliseconds(shape.bound[0])}, bound by ${shape.bound[1]}: matrix units ${matrix}, softmax ${softmax}, memory ${memory}.`),
     ...(shape.models.length ? [make("p", {}, "Models: ", ...shape.models.flatMap((at, place) => [place ? ", " : "", make("a", { href: `model.html?${texts[at]}` }, texts[at])]), ".")] : []),
-    ...(rows[0].length > 1 ? [make("h2", {}, "Kernel"), grid(roles.length > 1 ? "Selected kernel, and the kernel for tensors with strides that it cannot address" : "Selected kernel", ["", ...roles], rows, "facts")] : [make("p", {}, "No kernel is selected yet.")]),
+    ...(rows[0].length > 1 ? [make("h2", {}, "Kernel"), grid(roles.length > 1 ? "Selected kernel, and the kernel for tensors with strides that it cannot address" : "Selected kernel", ["", ...roles], rows, roles.length > 1 ? "facts two" : "facts")] : [make("p", {}, "No kernel is selected yet.")]),
     ...times(shape, texts),
     ...sram(shape, texts),
-    ...(rows[0].length > 1 ? [make("h2", {}, "Evidence"), grid("Evidence of the selection", ["", ...roles], evidence, "facts")] : []),
+    ...(rows[0].length > 1 ? [make("h2", {}, "Evidence"), grid("Evidence of the selection", ["", ...roles], evidence, roles.length > 1 ? "facts two" : "facts")] : []),
     search,
   );
   if (shape.search) {
