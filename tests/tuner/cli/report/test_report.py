@@ -41,9 +41,10 @@ def test_shipped_tables_are_below_a_megabyte(shipped: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.alone
 def test_report_of_the_shipped_tables_takes_under_ten_seconds(run: Run, tmp_path: Path) -> None:
-    started = time.perf_counter()
+    # Of this process, which does nothing but compute: other processes would lengthen the wall clock time.
+    started = time.process_time()
     assert run("report", "--shipped", "--out", tmp_path / "report").exit_code == 0
-    assert time.perf_counter() - started < 10
+    assert time.process_time() - started < 10
 
 
 @pytest.mark.slow
