@@ -6,7 +6,7 @@ import msgspec
 
 from flashtune.core.config import Config
 from flashtune.core.errors import KernelError, MachineError
-from flashtune.core.problem import Dtype, Problem
+from flashtune.core.problem import Dtype, Problem, product_widths
 from flashtune.core.record import Outcome, Provenance, Record, Resources
 from flashtune.core.target import Target
 from flashtune.runtime.unfused import standard_hbm_items
@@ -15,6 +15,8 @@ from flashtune.templates.registry import families
 from flashtune.templates.rendering import render
 from flashtune.tuner.binary.resources import Occupancy, occupancy, read_resources
 from flashtune.tuner.tables.kernel_choice import Chosen
+from flashtune.tuner.workloads.work import operations
+from flashtune.verification.lengths import is_ragged
 
 # Exponentials that one SM computes per clock, on its special function units.
 EXPONENTIALS_PER_CLOCK = 16
@@ -154,17 +156,19 @@ def roofline(problem: Problem, target: Target) -> Roofline:
     """Returns the minimum time of a problem on a target, from peak rates alone."""
     peak = _peak(problem.dtype, target) * 1e12
     bandwidth = target.hbm_bandwidth * 1e9
-    pairs = problem.batch * problem.heads * problem.visible_pairs()
+    # Most sequences of a problem with several lengths are shorter than the longest.
+    flops = operations(problem) if is_ragged(problem) else problem.flops()
+    pairs = flops // (2 * product_widths(problem))
     times = {
-        "matrix units": 1e3 * problem.flops() / peak,
+        "matrix units": 1e3 * flops / peak,
         "softmax": 1e3 * _softmax_seconds(pairs, target),
         "memory": 1e3 * problem.minimal_bytes() / bandwidth,
     }
     bound_by = max(times, key=lambda name: times[name])
     return Roofline(
-        flops=problem.flops(),
+        flops=flops,
         minimal_bytes=problem.minimal_bytes(),
-        intensity=problem.flops() / max(problem.minimal_bytes(), 1),
+        intensity=flops / max(problem.minimal_bytes(), 1),
         ridge=peak / bandwidth,
         matrix_ms=times["matrix units"],
         softmax_ms=times["softmax"],

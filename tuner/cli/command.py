@@ -30,12 +30,16 @@ SECTIONS: dict[str, frozenset[str]] = {
     ),
     "GPU": frozenset({"target_name", "target_names", "device"}),
     "Options": frozenset(),
-    "Output": frozenset({"as_json", "quiet", "verbose", "progress", "out", "markdown", "plot", "save"}),
+    "Output": frozenset(
+        {"as_json", "quiet", "verbose", "progress", "out", "markdown", "plot", "save", "study", "report"}
+    ),
     "General": frozenset({"db", "_click_default_help"}),
 }
 OTHERS = "Options"
 # Commands that load torch and Triton.
-HEAVY = frozenset({"search", "warm", "explain", "bench", "render", "doctor", "verify", "sram-audit", "build"})
+HEAVY = frozenset(
+    {"search", "warm", "explain", "bench", "render", "doctor", "verify", "sram-audit", "build", "report"}
+)
 
 
 class Command(click.Command):

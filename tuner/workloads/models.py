@@ -60,6 +60,16 @@ class ModelAttention(msgspec.Struct, frozen=True):
         width = self.latent.width if self.latent else self.kv_heads * (self.head_dim + self.value_head_dim)
         return self.layers * problem.batch * problem.seqlen_kv * width * problem.kv_itemsize
 
+    def calls(self, problem: Problem) -> bool:
+        """Returns whether some layers call a problem, at any length and batch size, with any cache."""
+        heads = (self.heads, 1) if problem.mla else (self.heads, self.kv_heads)
+        widths = self.latent if problem.mla and self.latent else (self.head_dim, self.value_head_dim)
+        theirs = problem.heads, problem.kv_heads, problem.head_dim, problem.value_head_dim, problem.dtype
+        # One query sees all keys, with or without a mask.
+        sees_all = problem.causal is Causal.NONE and problem.seqlen_q > 1
+        is_like = theirs == (*heads, *widths, self.dtype) and sees_all is not self.causal
+        return is_like and any(_of_kind(problem, kind) == problem for kind in self.kinds)
+
 
 class LayerCall(NamedTuple):
     """One problem of a model, and the number of layers that call it."""

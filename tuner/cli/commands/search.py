@@ -128,6 +128,13 @@ def with_workers_ahead(command: Callable[..., None]) -> Callable[..., None]:
     is_flag=True,
     help="Print the planned searches and their approximate duration, then exit.",
 )
+@click.option(
+    "--report",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Write a report into this folder during the search, as flashtune report does. Its pages reload "
+    "themselves. Needs plotly.",
+)
 @quiet_options
 @database_option
 @json_option
@@ -146,6 +153,7 @@ def command(
     retry_failed: bool,
     repeat: int | None,
     dry_run: bool,
+    report: Path | None,
     db: str | None,
     as_json: bool,
 ) -> None:
@@ -191,7 +199,7 @@ def command(
     if repeat is not None:
         _repeat(requests, repeat, as_json)
         return
-    results = _search(requests, db, as_json)
+    results = _search(requests, db, as_json, report)
     if as_json:
         print_json(results)
     _refuse_failures(results)
@@ -217,7 +225,9 @@ def _repeat(requests: tuple[SearchRequest, ...], times: int, as_json: bool) -> N
         click.echo("\n".join(repeat_lines(tuple(repeats))))
 
 
-def _search(requests: tuple[SearchRequest, ...], db: str | None, as_json: bool) -> list[SearchResult]:
+def _search(
+    requests: tuple[SearchRequest, ...], db: str | None, as_json: bool, report: Path | None
+) -> list[SearchResult]:
     """Runs all searches, and prints each summary when it is available.
 
     Raises:
@@ -227,22 +237,31 @@ def _search(requests: tuple[SearchRequest, ...], db: str | None, as_json: bool) 
 
     from flashtune.db.location import database_url, describe
     from flashtune.db.store import open_store
+    from flashtune.tuner.cli.html_report.live_report import live_report
+    from flashtune.tuner.cli.report.bench_plot import require_plotly
     from flashtune.tuner.execution.backend import open_workers
     from flashtune.tuner.search.coverage import outlook
     from flashtune.tuner.search.driver import run_search
     from flashtune.tuner.search.progress import Place
     from flashtune.tuner.search.summary import summary_lines
 
+    if report is not None:
+        require_plotly("--report")
     if not is_set("quiet"):
         note(outlook(expected_of(requests, db)))
-    database, width = describe(database_url(db)), line_width()
+    target, url = requests[0].target.name, database_url(db)
+    database, width = describe(url), line_width()
     results: list[SearchResult] = []
     console, progress = Console(stderr=True), Place(len(requests))
     latest: list[Progress] = []
-    with open_store(db) as store, open_workers(requests[0].device, requests[0].jobs) as equipment:
+    with (
+        open_store(db) as store,
+        live_report(report, target, url) if report else contextlib.nullcontext(lambda: None) as renew,
+        open_workers(requests[0].device, requests[0].jobs) as equipment,
+    ):
         try:
             for request, following in itertools.zip_longest(requests, requests[1:]):
-                with observed(console, progress, latest) as observer:
+                with observed(console, progress, latest, renew) as observer:
                     results.append(run_search(request, store, observer, equipment, following=following))
                 if not as_json:
                     click.echo("\n".join(summary_lines(results[-1], database, db, width)))
@@ -299,8 +318,10 @@ def _refuse_failures(results: list[SearchResult]) -> None:
 
 
 @contextlib.contextmanager
-def observed(console: Console, position: Place, latest: list[Progress]) -> Iterator[Observer]:
-    """Returns an observer that stores the latest progress, and shows it as the options require."""
+def observed(
+    console: Console, position: Place, latest: list[Progress], renew: Callable[[], None] = lambda: None
+) -> Iterator[Observer]:
+    """Returns an observer that stores the latest progress, renews a report, and shows progress."""
     from flashtune.tuner.search.progress import finished_lines, shown
 
     with contextlib.ExitStack() as stack:
@@ -308,6 +329,7 @@ def observed(console: Console, position: Place, latest: list[Progress]) -> Itera
 
         def observe(progress: Progress) -> None:
             latest[:] = [progress]
+            renew()
             if is_set("verbose"):
                 for line in finished_lines(progress):
                     console.print(line, markup=False, highlight=False)

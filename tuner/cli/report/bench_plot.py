@@ -37,14 +37,14 @@ def has_plotly() -> bool:
     return importlib.util.find_spec("plotly") is not None
 
 
-def require_plotly() -> None:
-    """Checks that plots can be made.
+def require_plotly(option: str = "--plot") -> None:
+    """Checks that plots can be made, for an option of the command line.
 
     Raises:
         UsageError: plotly is not installed.
     """
     if not has_plotly():
-        raise UsageError("--plot needs plotly: run pip install 'flashtune[plot]', or leave --plot out")
+        raise UsageError(f"{option} needs plotly: run pip install 'flashtune[plot]', or leave {option} out")
 
 
 def plot_page(run: BenchRun) -> str:

@@ -110,7 +110,7 @@ def overview_figure(overviews: Sequence[Overview]) -> Figure:
     shown: set[str] = set()
     for row, overview in enumerate(overviews, start=1):
         lengths = [point.seqlen for point in overview.points]
-        for column, lines in enumerate(_panels(overview.points), start=1):
+        for column, lines in enumerate(panels_of(overview.points), start=1):
             for name, values in lines.items():
                 trace = Scatter(
                     x=lengths,
@@ -140,7 +140,7 @@ def _title(overview: Overview) -> str:
     return f"{overview.model} {overview.phase.value}, batch {overview.batch}, {overview.dtype.value}"
 
 
-def _panels(points: Sequence[Point]) -> tuple[Lines, ...]:
+def panels_of(points: Sequence[Point]) -> tuple[Lines, ...]:
     """Returns the lines of each panel."""
     memory = {
         "unfused": [point.unfused.memory / GIB for point in points],

@@ -1,0 +1,1 @@
+"""`flashtune report`: stored kernels and searches as pages for a browser."""
