@@ -41,7 +41,7 @@ class FusedModel(PerformanceModel[FusedConfig]):
             held,
             flight,
             BytesItem("gradients of scores", config.block_m * config.block_n * size),
-            BytesItem("dq on its way to its sums", staged),
+            BytesItem("dq to be added", staged),
         )
 
     def makespan_ms(self, problem: Problem, config: FusedConfig, target: Target) -> float:

@@ -68,7 +68,7 @@ class HopperBackwardModel(PerformanceModel[HopperBackwardConfig]):
             BytesItem(f"dout, {config.do_stages} in flight", config.do_stages * tile),
             BytesItem("k and v", 2 * config.block_n * width * size),
             BytesItem(f"{passed}, {config.ds_stages} in flight", config.ds_stages * scores),
-            BytesItem("what rows are weighed with", rows * config.block_m * FLOAT32),
+            BytesItem("log-sum-exp and delta of rows", rows * config.block_m * FLOAT32),
             BytesItem("barriers", waits * BARRIER_BYTES),
         )
 

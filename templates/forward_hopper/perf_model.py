@@ -99,7 +99,7 @@ class HopperModel(PerformanceModel[HopperConfig]):
             BytesItem(f"bias, {biases} in flight", config.block_m * config.block_n * size * biases),
             BytesItem(f"k and v in 8 bits, {raw} in flight", raw * config.block_n * values),
             BytesItem(f"scales of pages, {config.num_stages} in flight", scales * SCALE_BYTES),
-            BytesItem("out on its way", config.block_m * staged * problem.dtype.out.itemsize),
+            BytesItem("out to be stored", config.block_m * staged * problem.dtype.out.itemsize),
             BytesItem("barriers", barriers),
             BytesItem("indices of tiles", QUEUE_SLOTS * INDEX_BYTES * config.dynamic_schedule),
         )
