@@ -118,7 +118,7 @@ def pages_picture() -> "Figure":
 def _add_cells(
     figure: "Figure", column: int, values: list[list[float]], colors: object, highest: float
 ) -> None:
-    """Adds a heat map whose colours go from 0 to a highest value."""
+    """Adds a heat map. Its colours go from 0 to a highest value."""
     from plotly.graph_objects import Heatmap
 
     cells = Heatmap(z=values, zmin=0, zmax=highest, colorscale=colors, showscale=False, xgap=1, ygap=1)

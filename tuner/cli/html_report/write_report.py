@@ -28,7 +28,7 @@ def write_report(source: Source, out: Path, db: str | None, refresh: int | None 
     Args:
         source: The records.
         out: The folder, which is created. Files of an earlier report are replaced.
-        db: The database whose selections the curves of models use.
+        db: The database. The curves of models use its selections.
         refresh: Seconds after which the pages load themselves again, while a search runs. The pages of models
             are then left out, because their curves take seconds. None for a complete report.
     """

@@ -29,7 +29,7 @@ ARGUMENTS = (
 )
 WIDTHS = (1280, 400)
 SHAPE = "nvidia-h200/forward_bf16_d128_h16x16_b2_q8192_k8192_bottom_right"
-# Texts whose contrast with the background behind them is below that of WCAG AA.
+# Texts with less contrast to their background than WCAG AA requires.
 LOW_CONTRAST = """() => {
   const linear = (value) => (value <= 0.03928 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4);
   const channel = (value) => linear(value / 255);
