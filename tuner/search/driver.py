@@ -147,11 +147,8 @@ def _pin(
     best = selected(rows)
     if best is None:
         return None, None, False
-    stored = (entry.record for entry in store.selections(request.target.name))
-    present = next((record for record in stored if record.problem == request.problem), None)
-    pinned = present is None or not _stands(present, best.record, request)
-    if pinned:
-        store.pin(best.id)
+    chosen = best.record
+    pinned = store.pin(best.id, lambda present: _stands(present, chosen, request))
     other = selected(row for row in rows if serves_any_tensors(row.record))
     measured = other is not None and other.record.provenance is Provenance.MEASURED
     if other is None or not (pinned or measured) or not store.fallback(other.id):

@@ -1,0 +1,65 @@
+"""Repeats transactions that a server did not finish, so that its restart does not end a search."""
+
+import time
+import warnings
+from collections.abc import Callable
+from typing import TypeVar
+
+from flashtune.core.notices import FlashtuneWarning
+from flashtune.db.errors import ServerUnavailableError
+from flashtune.db.location import describe
+
+Result = TypeVar("Result")
+
+RETRY_SECONDS = 60.0
+# A restart takes less, and needs no message.
+QUIET_SECONDS = 3.0
+FIRST_PAUSE = 0.05
+MAX_PAUSE = 1.0
+
+
+class Retries:
+    """Repeats the transactions of one database while its server is unavailable."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._interrupted: ServerUnavailableError | None = None
+
+    def run(self, transaction: Callable[[], Result]) -> Result:
+        """Returns the result of a transaction, repeated for at most `RETRY_SECONDS`.
+
+        The server may have stored a transaction before the connection ended. It is repeated all the same.
+
+        Raises:
+            ServerUnavailableError: The server stayed unavailable, or Ctrl-C ended an earlier wait.
+        """
+        if self._interrupted is not None:
+            raise ServerUnavailableError(*self._interrupted.args)
+        start, pause, is_noted = time.monotonic(), FIRST_PAUSE, False
+        latest: ServerUnavailableError | None = None
+        try:
+            while True:
+                try:
+                    return transaction()
+                except ServerUnavailableError as error:
+                    latest = error
+                    seconds = time.monotonic() - start
+                    if seconds + pause > RETRY_SECONDS:
+                        raise
+                if seconds > QUIET_SECONDS and not is_noted:
+                    is_noted = True
+                    self._note()
+                time.sleep(pause)
+                pause = min(2 * pause, MAX_PAUSE)
+        except KeyboardInterrupt:
+            # The program may still store its results before it ends. It must not wait again.
+            self._interrupted = latest
+            raise
+
+    def _note(self) -> None:
+        # With the time, because Python shows equal warnings once.
+        message = (
+            f"{time.strftime('%X')}: the database {describe(self._url)} is not available; trying again for "
+            f"{RETRY_SECONDS - QUIET_SECONDS:.0f} s"
+        )
+        warnings.warn(message, FlashtuneWarning, stacklevel=4)
