@@ -26,8 +26,15 @@ GRACE_SECONDS = 0.5
 # The drivers that use PostgreSQL's own library.
 DRIVERS = ("psycopg", "psycopg2")
 WATCH = "flashtune_watch"
-# PostgreSQL 13, which introduced DROP DATABASE WITH (FORCE).
+# PostgreSQL 13. Its makers fix no older version.
 MIN_VERSION = 130000
+# Codes of statements that a user may not execute, and of writes to a server that can only be read.
+FORBIDDEN = ("42501", "25006")
+# Whether a user may write.
+WRITABLE = text("""
+SELECT has_table_privilege('records', 'INSERT') AND has_table_privilege('selections', 'UPDATE')
+    AND current_setting('transaction_read_only') = 'off'
+""")
 # Codes of PostgreSQL: lost connections, shutdowns, too many connections, limits of locks, deadlocks. The same
 # transaction may succeed later.
 PASSING = re.compile("08...|57P0[123]|53300|55P03|40P01|40001")
@@ -172,8 +179,22 @@ def server_error(error: BaseException, url: str) -> StoreError:
     """Returns the error to raise for an error of a server or its driver, without passwords."""
     cause = error.orig or error if isinstance(error, exc.DBAPIError) else error
     reason = without_secrets(str(cause).strip().partition("\n")[0], url)
+    if _code(cause) in FORBIDDEN:
+        return forbidden(url, reason)
     kind = ServerUnavailableError if _is_passing(error) else StoreError
     return kind(f"the database {describe(url)} cannot be used ({reason}): check the server, or {ELSEWHERE}")
+
+
+def forbidden(url: str, reason: str) -> StoreError:
+    """Returns the error for a user without rights."""
+    return StoreError(
+        f"the database {describe(url)} refuses its user ({reason}): grant the right there, or {ELSEWHERE}"
+    )
+
+
+def _code(error: BaseException | None) -> str:
+    """Returns PostgreSQL's code of a driver's error, empty without one."""
+    return getattr(error, "sqlstate", None) or getattr(error, "pgcode", None) or ""
 
 
 def _is_passing(error: BaseException) -> bool:
@@ -182,5 +203,5 @@ def _is_passing(error: BaseException) -> bool:
         return True
     if not isinstance(error, exc.OperationalError):
         return False
-    code = getattr(error.orig, "sqlstate", None) or getattr(error.orig, "pgcode", None)
+    code = _code(error.orig)
     return PASSING.fullmatch(code) is not None if code else LASTING.search(str(error.orig)) is None
