@@ -245,7 +245,9 @@ def take_selection(
         if earlier is not None and stays(earlier):
             return False, earlier
         # One statement compares and selects. Another process may have selected a row since the query.
-        if _name(connection, SELECTIONS, record, record_id, pinned_at, SELECTIONS.c.record_id == present):
+        upsert = _upsert(connection, SELECTIONS, SELECTIONS.c.record_id == present)
+        upsert = upsert.returning(SELECTIONS.c.record_id)
+        if connection.execute(upsert, _named(record, record_id, pinned_at)).scalar() is not None:
             break
     if serves_any_tensors(record):
         connection.execute(delete(FALLBACKS).where(*_same(FALLBACKS, record)))
@@ -270,17 +272,8 @@ def offer_fallback(connection: Connection, record: Record, record_id: int, pinne
         take_fallback(connection, record, record_id, pinned_at)
 
 
-def _name(
-    connection: Connection,
-    table: Table,
-    record: Record,
-    record_id: int,
-    pinned_at: str,
-    only_if: ColumnElement[bool] | None = None,
-) -> bool:
-    """Inserts a row, or replaces the present one if a condition is true of it. Returns whether it did."""
-    upsert = _upsert(connection, table, only_if).returning(table.c.record_id)
-    return connection.execute(upsert, _named(record, record_id, pinned_at)).scalar() is not None
+def _name(connection: Connection, table: Table, record: Record, record_id: int, pinned_at: str) -> None:
+    connection.execute(_upsert(connection, table), _named(record, record_id, pinned_at))
 
 
 def _named(record: Record, record_id: int, pinned_at: str) -> dict[str, object]:
@@ -290,7 +283,7 @@ def _named(record: Record, record_id: int, pinned_at: str) -> dict[str, object]:
 
 
 def _upsert(connection: Connection, table: Table, only_if: ColumnElement[bool] | None = None) -> Upsert:
-    """Returns the statement that inserts such a row, or replaces the problem's present row."""
+    """Returns the statement that inserts such a row, or replaces the present one if a condition holds."""
     insert = insert_into(connection, table)
     changed = {name: insert.excluded[name] for name in ("record_id", "pinned_at")}
     key = ["problem_key", "target"]

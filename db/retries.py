@@ -1,11 +1,10 @@
 """Repeats transactions that a server did not finish, so that its restart does not end a search."""
 
 import time
-import warnings
 from collections.abc import Callable
 from typing import TypeVar
 
-from flashtune.core.notices import FlashtuneWarning
+from flashtune.core.notices import warn_once
 from flashtune.db.errors import ServerUnavailableError
 from flashtune.db.location import describe
 
@@ -35,7 +34,7 @@ class Retries:
         """
         if self._interrupted is not None:
             raise ServerUnavailableError(*self._interrupted.args)
-        start, pause, is_noted = time.monotonic(), FIRST_PAUSE, False
+        start, pause = time.monotonic(), FIRST_PAUSE
         latest: ServerUnavailableError | None = None
         try:
             while True:
@@ -46,20 +45,13 @@ class Retries:
                     seconds = time.monotonic() - start
                     if seconds + pause > RETRY_SECONDS:
                         raise
-                if seconds > QUIET_SECONDS and not is_noted:
-                    is_noted = True
-                    self._note()
+                if seconds > QUIET_SECONDS:
+                    # With the time, because Python shows equal warnings once.
+                    fault = f"{time.strftime('%X')}: the database {describe(self._url)} is not available"
+                    warn_once(f"server {start}", f"{fault}; trying again for {RETRY_SECONDS:.0f} s")
                 time.sleep(pause)
                 pause = min(2 * pause, MAX_PAUSE)
         except KeyboardInterrupt:
             # The program may still store its results before it ends. It must not wait again.
             self._interrupted = latest
             raise
-
-    def _note(self) -> None:
-        # With the time, because Python shows equal warnings once.
-        message = (
-            f"{time.strftime('%X')}: the database {describe(self._url)} is not available; trying again for "
-            f"{RETRY_SECONDS - QUIET_SECONDS:.0f} s"
-        )
-        warnings.warn(message, FlashtuneWarning, stacklevel=4)

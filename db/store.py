@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -36,6 +37,7 @@ from flashtune.db.table import TunedTable, check_table
 __all__ = ["MergeCounts", "Store", "StoredRecord", "open_store"]
 
 Result = TypeVar("Result")
+Transaction = Callable[[Engine, str], AbstractContextManager[Connection]]
 
 
 def open_store(url: str | None = None) -> Store:
@@ -175,19 +177,15 @@ class Store:
         """Stores a self-check's verdict, and replaces an earlier one of the same kernel, GPU and versions."""
         self._write(lambda connection: write_check(connection, check, now(), replace=True))
 
-    def _write(self, transaction: Callable[[Connection], Result]) -> Result:
-        def run() -> Result:
-            with writing(self._engine, self.url) as connection:
-                return transaction(connection)
-
-        return self._retries.run(run)
-
     def _read(self, transaction: Callable[[Connection], Result]) -> Result:
-        def run() -> Result:
-            with reading(self._engine, self.url) as connection:
-                return transaction(connection)
+        return self._retries.run(lambda: self._in(reading, transaction))
 
-        return self._retries.run(run)
+    def _write(self, transaction: Callable[[Connection], Result]) -> Result:
+        return self._retries.run(lambda: self._in(writing, transaction))
+
+    def _in(self, opened: Transaction, run: Callable[[Connection], Result]) -> Result:
+        with opened(self._engine, self.url) as connection:
+            return run(connection)
 
     def preview(self, meant: Forgettable) -> tuple[list[Group], list[TakenBack]]:
         """Returns what `forget` would delete: groups of records, and problems that lose their selection."""

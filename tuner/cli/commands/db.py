@@ -108,13 +108,7 @@ def merge(sources: tuple[str, ...], db: str | None, as_json: bool) -> None:
     print_counts(MergeCounts(**total), as_json)
 
 
-@command.command(
-    "pull",
-    examples=(
-        "flashtune db pull postgresql+psycopg://reader@host/tuning",
-        "flashtune db pull fleet.sqlite --target h100 --json",
-    ),
-)
+@command.command("pull", examples=("flashtune db pull postgresql+psycopg://reader@host/tuning",))
 @click.argument("source", metavar="SOURCE")
 @target_option(help="Copy the selections of this GPU, such as h200. Default: the GPU of this machine.")
 @quiet_options
