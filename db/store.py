@@ -57,7 +57,7 @@ def open_store(url: str | None = None) -> Store:
 class Store:
     """An open database. Safe under threads. Several processes may each open one.
 
-    What a search reads and writes is tried again while a server is unavailable, for a minute at most.
+    Transactions of a search are repeated while a server is unavailable, for a minute at most.
 
     Attributes:
         url: The database's URL, as `open_store` takes it.
