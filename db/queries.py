@@ -246,8 +246,8 @@ def take_selection(
             return False, earlier
         # One statement compares and selects. Another process may have selected a row since the query.
         upsert = _upsert(connection, SELECTIONS, SELECTIONS.c.record_id == present)
-        upsert = upsert.returning(SELECTIONS.c.record_id)
-        if connection.execute(upsert, _named(record, record_id, pinned_at)).scalar() is not None:
+        values = _named(record, record_id, pinned_at)
+        if connection.execute(upsert.returning(SELECTIONS.c.record_id), values).scalar() is not None:
             break
     if serves_any_tensors(record):
         connection.execute(delete(FALLBACKS).where(*_same(FALLBACKS, record)))
