@@ -22,7 +22,8 @@ class Retries:
 
     def __init__(self, url: str) -> None:
         self._url = url
-        self._interrupted: ServerUnavailableError | None = None
+        self._is_patient = True
+        self._latest: ServerUnavailableError | None = None
 
     def run(self, transaction: Callable[[], Result]) -> Result:
         """Returns the result of a transaction, repeated for at most `RETRY_SECONDS`.
@@ -32,18 +33,20 @@ class Retries:
         Raises:
             ServerUnavailableError: The server stayed unavailable, or Ctrl-C ended an earlier wait.
         """
-        if self._interrupted is not None:
-            raise ServerUnavailableError(*self._interrupted.args)
+        if not self._is_patient and self._latest is not None:
+            raise self._latest
         start, pause = time.monotonic(), FIRST_PAUSE
-        latest: ServerUnavailableError | None = None
         try:
             while True:
                 try:
-                    return transaction()
+                    result = transaction()
+                    self._latest = None
+                    return result
                 except ServerUnavailableError as error:
-                    latest = error
+                    # Without the traceback, which would keep the transaction's objects alive.
+                    self._latest = ServerUnavailableError(*error.args)
                     seconds = time.monotonic() - start
-                    if seconds + pause > RETRY_SECONDS:
+                    if not self._is_patient or seconds + pause > RETRY_SECONDS:
                         raise
                 if seconds > QUIET_SECONDS:
                     # With the time, because Python shows equal warnings once.
@@ -53,5 +56,5 @@ class Retries:
                 pause = min(2 * pause, MAX_PAUSE)
         except KeyboardInterrupt:
             # The program may still store its results before it ends. It must not wait again.
-            self._interrupted = latest
+            self._is_patient = False
             raise

@@ -143,6 +143,12 @@ def _on_begin(connection: Connection) -> None:
 
 
 def _on_error(context: ExceptionContext, url: str) -> None:
+    error: BaseException | None = context.original_exception
+    while error is not None:
+        # psycopg raises another error if it cannot cancel a statement after Ctrl-C.
+        if isinstance(error, KeyboardInterrupt):
+            raise error
+        error = error.__context__
     connection = context.connection
     if connection is not None and connection.info[WATCH].is_over:
         raise silent(url)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from flashtune.core.errors import MachineError, ProblemError
 from flashtune.core.record import Outcome, Provenance, Record
 from flashtune.db.eligibility import serves_any_tensors
+from flashtune.db.errors import ServerUnavailableError
 from flashtune.db.store import Store, StoredRecord
 from flashtune.dispatch.versions import current_versions
 from flashtune.tuner.candidates import Candidate, SearchTask, contiguous_specialization, demand, open_spaces
@@ -75,7 +76,8 @@ def run_search(
             prove_choice(scope, journal, tools, request.budget)
         except (KeyboardInterrupt, DeviceLostError, MachineError):
             # A verified and timed kernel can be selected without finals and schedule fuzzing.
-            _pin(store, request, journal)
+            with contextlib.suppress(ServerUnavailableError):
+                _pin(store, request, journal)
             raise
         best, fallback, pinned = _pin(store, request, journal)
         if pinned and measures.provenance is Provenance.MEASURED and request.target.is_nvidia:
