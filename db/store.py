@@ -61,11 +61,12 @@ class Store:
 
     Attributes:
         url: The database's URL, as `open_store` takes it.
+        retries: Repeats transactions. Its `stop` ends the waits of all threads.
     """
 
     def __init__(self, engine: Engine, url: str) -> None:
         self._engine = engine
-        self._retries = Retries(url)
+        self.retries = Retries(url)
         self.url = url
 
     def __enter__(self) -> Self:
@@ -178,10 +179,10 @@ class Store:
         self._write(lambda connection: write_check(connection, check, now(), replace=True))
 
     def _read(self, transaction: Callable[[Connection], Result]) -> Result:
-        return self._retries.run(lambda: self._in(reading, transaction))
+        return self.retries.run(lambda: self._in(reading, transaction))
 
     def _write(self, transaction: Callable[[Connection], Result]) -> Result:
-        return self._retries.run(lambda: self._in(writing, transaction))
+        return self.retries.run(lambda: self._in(writing, transaction))
 
     def _in(self, opened: Transaction, run: Callable[[Connection], Result]) -> Result:
         with opened(self._engine, self.url) as connection:

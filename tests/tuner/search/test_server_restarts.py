@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -78,11 +77,20 @@ def test_server_that_stays_away_ends_the_search(gone: Store, monkeypatch: pytest
     assert "s3cret" not in f"{caught.value} {notes[0].message}"
 
 
+@pytest.mark.filterwarnings("ignore::flashtune.core.notices.FlashtuneWarning")
+def test_waits_of_other_threads_can_be_ended(gone: Store) -> None:
+    threading.Timer(0.3, gone.retries.stop).start()
+    start = time.monotonic()
+    for _ in range(2):
+        with pytest.raises(StoreError, match="cannot be used"):
+            gone.add(make_record())
+    assert time.monotonic() - start < 20
+
+
+@pytest.mark.filterwarnings("ignore::flashtune.core.notices.FlashtuneWarning")
 def test_server_that_comes_back_is_used_again(gone: Store, own_postgres: Server) -> None:
     threading.Timer(0.5, own_postgres.start).start()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FlashtuneWarning)
-        assert gone.add(make_record()) == 1
+    assert gone.add(make_record()) == 1
     gone.close()
 
 
