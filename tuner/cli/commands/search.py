@@ -239,7 +239,7 @@ def _search(
     from flashtune.db.location import database_url, describe
     from flashtune.db.store import open_store
     from flashtune.tuner.cli.html_report.live_report import live_report
-    from flashtune.tuner.cli.report.bench_plot import require_plotly
+    from flashtune.tuner.cli.report.chart_report import require_plotly
     from flashtune.tuner.execution.backend import open_workers
     from flashtune.tuner.search.coverage import outlook
     from flashtune.tuner.search.driver import run_search
