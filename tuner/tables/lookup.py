@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -49,11 +50,17 @@ def existing_store(db: str | None) -> Iterator[Store | None]:
 def tables_of(target: str, db: str | None) -> Tables:
     """Returns a target's selections as in dispatch, and in addition the predicted ones."""
     reader = open_reader(db)
-    shipped = shipped_table(target)
     return Tables(
         database=by_problem((*reader.selections(target), *reader.fallbacks(target)) if reader else ()),
-        shipped=by_problem(shipped.records if shipped else ()),
+        shipped=_shipped_by_problem(target),
     )
+
+
+@functools.cache
+def _shipped_by_problem(target: str) -> dict[str, tuple[Record, ...]]:
+    """Returns the shipped records of a target. Cached, because a report chooses hundreds of kernels."""
+    shipped = shipped_table(target)
+    return by_problem(shipped.records if shipped else ())
 
 
 def records_of(problem: Problem, target: str | None, db: str | None) -> tuple[Found, ...]:
