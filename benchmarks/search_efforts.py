@@ -17,6 +17,7 @@ are not repeated, and their picks are timed with the others. `searches` searches
 """
 
 import argparse
+import functools
 import itertools
 import math
 import os
@@ -194,7 +195,8 @@ def searched(job: Job, began: float, database: Path) -> Iterator[Searched]:
                 if ms and (not best or ms < best[-1][1]):
                     best.append((now, ms))
 
-            result = run_search(request, store, observe, equipment, following=following)
+            ahead = functools.partial(lambda later: later, following)
+            result = run_search(request, store, observe, equipment, following=ahead)
             spans = tuple((name, begin - began, end - began) for name, begin, end in probe.spans)
             probe.spans.clear()
             yield Searched(
