@@ -255,18 +255,16 @@ def file_option(
     return click.option(f"--{flag}", name or f"{flag}_file", type=kind, metavar="FILE", help=text)
 
 
+DEVICE_OPTION = click.option(
+    "--device", type=click.IntRange(min=0), metavar="INDEX", help="GPU of this machine to use. Default: 0."
+)
 TARGET_OPTIONS = (
     target_option(
         envvar=TARGET_VARIABLE,
         help="GPU to work for, without using it, such as h100; `flashtune targets` lists them. "
         f"Default: {TARGET_VARIABLE}, otherwise the GPU of this machine.",
     ),
-    click.option(
-        "--device",
-        type=click.IntRange(min=0),
-        metavar="INDEX",
-        help="GPU of this machine to use. Default: 0.",
-    ),
+    DEVICE_OPTION,
 )
 
 
@@ -308,6 +306,15 @@ def devices_option(**settings: Any) -> Callable[[AnyCommand], AnyCommand]:
     """Returns an option --devices."""
     text = "GPUs of this machine to use at once, all or some such as 0,1. They are of one model."
     return click.option("--devices", metavar="all|I,J", help=text, **settings)
+
+
+def chosen_gpus(device: int | None, devices: str | None) -> tuple[int, ...]:
+    """Returns the GPUs of --device and --devices, by default the first."""
+    if devices is None:
+        return (device or 0,)
+    if device is not None:
+        raise UsageError("--device and --devices exclude each other: use one of them")
+    return find_gpus(devices)[0]
 
 
 def find_gpus(devices: str) -> tuple[tuple[int, ...], Target]:
