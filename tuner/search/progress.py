@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Self
 
 from flashtune.core.record import Outcome
 from flashtune.templates.config_text import config_text
+from flashtune.tuner.search.coverage import duration
 from flashtune.tuner.search.request import Observer, Phase, Progress, Tally
 from flashtune.tuner.search.summary import describe_time
 
@@ -22,11 +23,12 @@ BAR_WIDTH = 24
 
 def finished_lines(progress: Progress) -> Iterator[str]:
     """Yields a line for each compiled candidate that finished since the last report."""
+    worker = f"{progress.worker}: " if progress.worker else ""
     for record in progress.finished:
         if record.config is None or record.kernel is None:
             continue
         time = f"{record.ms:.4f} ms" if record.ms else record.message
-        yield f"{record.outcome.value}: {record.family}: {config_text(record)}: {time or 'no time'}"
+        yield f"{worker}{record.outcome.value}: {record.family}: {config_text(record)}: {time or 'no time'}"
 
 
 class Display:
@@ -61,8 +63,8 @@ class Display:
                 console=self._console, transient=True, redirect_stdout=False, refresh_per_second=8
             )
             self._live.start()
-        lines = Text("\n".join(self._overview.lines()), no_wrap=True, overflow="ellipsis")
-        self._live.update(lines)
+        lines = self._overview.lines(self._console.width)
+        self._live.update(Text("\n".join(lines)))
 
     def hide(self) -> None:
         """Removes the live lines, so that other output can follow. The next progress shows them again."""
@@ -119,14 +121,16 @@ class Overview:
         if progress.phase is Phase.DONE:
             self._seconds[key] = self._running.pop(key).seconds
 
-    def lines(self) -> tuple[str, ...]:
-        """Returns the lines of a terminal: details of a search that runs alone, or a line for each."""
+    def lines(self, width: int) -> tuple[str, ...]:
+        """Returns the lines of a terminal: details of a search alone, or a line for each that is cut off."""
         if len(self._running) == 1:
             (progress,) = self._running.values()
             return _bar(progress) + self.describe(progress), *status_lines(progress)
         running = sorted(self._running.values(), key=lambda progress: progress.worker)
-        head = f"{len(self._seconds)} of {self._searches} shapes finished{self._all_left()}"
-        return head, *map(_short_line, running)
+        left = self._all_left()
+        end = "" if left is None else f", about {duration(left)} left"
+        head = f"{len(self._seconds)} of {self._searches} shapes finished{end}"
+        return head, *(_short_line(progress)[:width] for progress in running)
 
     def describe(self, progress: Progress) -> str:
         """Returns a search's number, GPU, name, phase and times."""
@@ -136,21 +140,23 @@ class Overview:
             words += f", at most {progress.remaining:.0f} s left"
         if self._searches == 1:
             return words
-        return f"[{self._numbers[progress.problem.key]}/{self._searches}] {words}{self._all_left()}"
+        left = self._all_left()
+        end = "" if left is None else f" (all: {left:.0f} s)"
+        return f"[{self._numbers[progress.problem.key]}/{self._searches}] {words}{end}"
 
-    def _all_left(self) -> str:
+    def _all_left(self) -> float | None:
         """Returns the remaining time of all searches, from the mean time of those that began."""
         left = [progress.remaining for progress in self._running.values() if progress.remaining is not None]
         if not left or len(left) < len(self._running):
-            return ""
+            return None
         taken = [progress.seconds for progress in self._running.values()]
         each = (sum(self._seconds.values()) + sum(taken) + sum(left)) / len(self._numbers)
         waiting = each * (self._searches - len(self._numbers))
-        return f" (all: {max(*left, (sum(left) + waiting) / len(left)):.0f} s)"
+        return max(*left, (sum(left) + waiting) / len(left))
 
 
 def _short_line(progress: Progress) -> str:
-    """Returns a line of one of several searches. Its end, the problem's key, may be cut off."""
+    """Returns a line of one of several searches, with its name at the end."""
     best = f"{progress.best.ms:.4f} ms" if progress.best and progress.best.ms else "no time"
     return (
         f"{progress.worker}: {progress.phase.value:<9} {progress.seconds:3.0f} s, "

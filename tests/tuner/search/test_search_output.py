@@ -154,6 +154,23 @@ def test_a_terminal_shows_a_bar(result: SearchResult) -> None:
     assert "31 ok" in screen.getvalue()
 
 
+def test_several_searches_have_a_line_each_and_a_common_end() -> None:
+    overview = Overview(6)
+    for number in range(4):
+        phase = Phase.DONE if number == 0 else Phase.SEARCHING
+        problem = a_problem(batch=100 + number)
+        overview.add(some_progress(phase, problem=problem, worker=f"GPU {number % 3}"))
+    lines = overview.lines(80)
+    # Three take 30 s more, and the other two about the mean, which is 32.5 s. One took 10 s.
+    assert lines[0] == "1 of 6 shapes finished, about 52 s left"
+    assert [line.partition(":")[0] for line in lines[1:]] == ["GPU 0", "GPU 1", "GPU 2"]
+    assert "searching  10 s,  38 tried, best no time: forward_fp16_d64_h4x4_b103" in lines[1]
+    assert max(map(len, lines)) <= 80
+    overview = Overview(2)
+    overview.add(some_progress(remaining=None))
+    assert "all: " not in "".join(overview.lines(80))
+
+
 def test_share_done_follows_the_budget() -> None:
     assert share_done(some_progress()) == pytest.approx(0.25)
     assert share_done(some_progress(remaining=None)) == 0.0

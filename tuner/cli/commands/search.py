@@ -120,7 +120,7 @@ def with_workers_ahead(command: Callable[..., None]) -> Callable[..., None]:
     type=click.IntRange(min=2),
     metavar="N",
     help="Search each shape N times from an empty database, and print how many picks differ and what each "
-    "costs in one common run. Nothing is stored.",
+    "costs in one common run. Nothing is stored. Uses one GPU.",
 )
 @click.option(
     "--dry-run",

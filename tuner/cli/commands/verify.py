@@ -116,7 +116,7 @@ def command(
         raise UsageError("--require-gpu and --allow-unproven exclude each other: use one of them")
     if (timed or missing) and not written:
         raise UsageError("--time and --missing go with --write: name the file to write")
-    gpu = find_gpus(devices) if devices else _gpu()
+    gpu = _gpu() if devices is None else find_gpus(devices)
     whole = _written_table(table, db, gpu) if written else None
     tables = _tables(table, db)
     selected = _records(tables, target_name, table, db)
