@@ -78,7 +78,7 @@ def with_picks(runs: Sequence[DeviceRun]) -> list[DeviceRun]:
 
 
 def comparison(runs: Sequence[DeviceRun]) -> Iterator[str]:
-    """Yields a line about each run: its time over that of the first, and its picks' speed over the first's."""
+    """Yields a line about each run: its time and the speed of its picks, over those of the first."""
     first = {row.problem: row.pick_ms for row in runs[0].searches}
     for run in runs:
         speeds = [ms / row.pick_ms for row in run.searches if row.pick_ms and (ms := first.get(row.problem))]
