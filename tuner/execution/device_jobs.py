@@ -35,7 +35,7 @@ def run_on_devices(
             job = workers[device].schedule(function, (*arguments, device), seconds)
             lost = failure_of(job)
             if lost is not None:
-                raise KernelError(f"a job of GPU {device} failed, because it {lost.words}: run it alone")
+                raise KernelError(f"GPU {device}: a job has no result ({lost.words}): run flashtune doctor")
             return job.result()
         finally:
             free.put(device)

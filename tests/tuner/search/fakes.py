@@ -189,6 +189,10 @@ def process_id(*_: object) -> int:
     return os.getpid()
 
 
+def with_process_id(*arguments: int) -> tuple[int, ...]:
+    return *arguments, os.getpid()
+
+
 def evaluate_right(*_: object) -> Evaluation:
     return right(1.0)
 

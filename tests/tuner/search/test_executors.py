@@ -56,23 +56,17 @@ def test_every_search_has_a_result_progress_and_a_selection(store: Store, make: 
         threads.add(threading.get_ident())
 
     results = list(make(store, [by_tile] * gpus).run(wanted, observe))
-    keys = {request.problem.key for request in wanted}
-    assert {result.problem.key for result in results} == keys
-    assert len(results) == 5
+    keys = [request.problem.key for request in wanted]
+    assert sorted(result.problem.key for result in results) == sorted(keys)
     assert all(result.is_selected and result.counts.tried == SIZE for result in results)
     assert len(store.selections()) == 5
     for phase in Phase:
-        assert {progress.problem.key for progress in seen if progress.phase is phase} == keys
+        assert {progress.problem.key for progress in seen if progress.phase is phase} == {*keys}
     assert threads == {threading.get_ident()}
     assert {bool(progress.worker) for progress in seen} == {gpus > 1}
-
-
-def test_searches_start_in_order(store: Store, make: Make) -> None:
-    begun = dict[str, None]()
-    wanted = requests(4)
-    list(make(store, [by_tile]).run(wanted, lambda progress: begun.setdefault(progress.problem.key)))
-    assert list(begun) == [request.problem.key for request in wanted]
-    assert list(make(store, [by_tile]).run([], ignore)) == []
+    if gpus == 1:
+        assert [*dict.fromkeys(progress.problem.key for progress in seen)] == keys
+    assert list(make(store, [by_tile]).run([], observe)) == []
 
 
 def test_the_same_requests_resume(store: Store, make: Make) -> None:
@@ -180,24 +174,14 @@ class BusyCompiler(FakeCompiler):
 
     def __init__(self, width: int) -> None:
         super().__init__(width=width)
-        self.open, self.most = 0, 0
-        self._lock = threading.Lock()
+        self.begun, self.most = list[Future[Compiled]](), 0
 
     def submit(self, scope: SearchTask, candidate: Candidate) -> Future[Compiled]:
-        future: Future[Compiled] = Future()
-        self._count(1)
-        threading.Timer(0.02, self._finish, (future, candidate)).start()
-        return future
-
-    def _finish(self, future: Future[Compiled], candidate: Candidate) -> None:
-        self._count(-1)
-        if future.set_running_or_notify_cancel():
-            future.set_result(compiled(candidate))
-
-    def _count(self, change: int) -> None:
-        with self._lock:
-            self.open += change
-            self.most = max(self.most, self.open)
+        job: Future[Compiled] = Future()
+        self.begun.append(job)
+        threading.Timer(0.02, job.set_result, [compiled(candidate)]).start()
+        self.most = max(self.most, sum(not begun.done() for begun in self.begun))
+        return job
 
 
 def test_each_waiting_search_compiles_ahead_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -166,9 +166,6 @@ def test_several_searches_have_a_line_each_and_a_common_end() -> None:
     assert [line.partition(":")[0] for line in lines[1:]] == ["GPU 0", "GPU 1", "GPU 2"]
     assert "searching  10 s,  38 tried, best no time: forward_fp16_d64_h4x4_b103" in lines[1]
     assert max(map(len, lines)) <= 80
-    overview = Overview(2)
-    overview.add(some_progress(remaining=None))
-    assert "all: " not in "".join(overview.lines(80))
 
 
 def test_share_done_follows_the_budget() -> None:
