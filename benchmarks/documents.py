@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks import saved, search_report, speed_charts, tables
+from benchmarks import efforts_report, saved, search_report, speed_charts, tables
 from benchmarks.charts import PICTURES, is_current, write_svg
 from benchmarks.dispatch_regret import regret
 from benchmarks.exhaustive import axes, prediction
@@ -46,6 +46,7 @@ SCRIPTS: dict[str, Callable[[], Mapping[str, str]]] = {
     axes.SCRIPT: axes.texts,
     fastest.SCRIPT: fastest.texts,
     tritons.SCRIPT: tritons.texts,
+    efforts_report.SCRIPT: efforts_report.texts,
     first_call.SCRIPT: first_call.texts,
     first_use.SCRIPT: first_use.texts,
     fp8_error.SCRIPT: fp8_error.texts,
@@ -105,7 +106,8 @@ def generated() -> dict[Path, str]:
 
 def pictures() -> "dict[Path, Figure]":
     """Returns the figures of the saved results, by their SVG files."""
-    drawn = {**training_report.pictures(), **policies_report.pictures(), **speed_charts.pictures()}
+    sources = training_report, policies_report, speed_charts, efforts_report
+    drawn = {name: figure for source in sources for name, figure in source.pictures().items()}
     return {PICTURES / f"{name}.svg": figure for name, figure in drawn.items()}
 
 

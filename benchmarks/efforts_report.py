@@ -75,12 +75,14 @@ def _efforts(saved: Saved[Efforts]) -> Iterator[str]:
                     f"{max(seconds):.1f}",
                     f"{first:.1f}",
                     f"{statistics.median(row.tried for row in own):.0f}",
+                    *(f"{statistics.median(busy_share(row, of) for row in own):.0%}" for of in (False, True)),
                     mean,
                     f"{min(over):.3f}" if over else "–",
                 )
             )
     heads = (
         "effort", "searches", "seconds, median", "longest", "first result after", "candidates, median",
+        "GPU process busy", "compilers busy",
         "speed over thorough, mean (shapes)", "worst",
     )  # fmt: skip
     yield from table(heads, rows)
@@ -96,6 +98,8 @@ def _efforts(saved: Saved[Efforts]) -> Iterator[str]:
 def _repeats(searches: Sequence[Searched]) -> Iterator[str]:
     """A row for each shape whose two default searches selected different configs."""
     pairs = repeated(searches)
+    if not pairs:
+        return
     rows = []
     for first, second in pairs:
         one, other = (decode_record(str(row.record).encode()) for row in (first, second))
@@ -135,9 +139,10 @@ def _parts(efforts: Efforts) -> Iterator[str]:
 
 
 def _shown(searches: Sequence[Searched]) -> list[str]:
-    """Returns the problems with searches from a cold start, otherwise the first four."""
-    cold = dict.fromkeys(row.problem for row in searches if row.cold)
-    return list(cold or dict.fromkeys(row.problem for row in searches))[:4]
+    """Returns four problems: first those with a search from a cold start, then those with all efforts."""
+    efforts = list(Effort)
+    ordered = sorted(searches, key=lambda row: (not row.cold, -efforts.index(row.effort)))
+    return list(dict.fromkeys(row.problem for row in ordered))[:4]
 
 
 def _curves(searches: Sequence[Searched]) -> "Figure":
@@ -184,7 +189,7 @@ def _work(searches: Sequence[Searched]) -> "Figure":
         )
         if row is None:
             continue
-        width = max(_together([span for span in row.spans if span[0] == "compile"]), 1)
+        width = _compilers(row)
         lines = tuple(
             (style, busy(row, names, width if "compile" in names else 1)) for style, names in WORK.values()
         )
@@ -206,6 +211,17 @@ def busy(row: Searched, names: Sequence[str], workers: int) -> list[tuple[float,
         )
         points.append((second + 0.5, min(1.0, sum(inside) / workers)))
     return points
+
+
+def busy_share(row: Searched, compilers: bool) -> float:
+    """Returns the share of a search in which the GPU process, or each of the compilers, has a job."""
+    seconds = sum(end - begin for name, begin, end in row.spans if (name == "compile") == compilers)
+    return seconds / row.seconds / (_compilers(row) if compilers else 1)
+
+
+def _compilers(row: Searched) -> int:
+    """Returns the largest number of compilations at one time, at least 1."""
+    return max(_together([span for span in row.spans if span[0] == "compile"]), 1)
 
 
 def _together(spans: Sequence[tuple[str, float, float]]) -> int:

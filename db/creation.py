@@ -9,6 +9,7 @@ from flashtune.db.light.bootstrap import HEAD, check_revision, check_tables, cre
 from flashtune.db.limits import file_exists
 from flashtune.db.location import database_url, describe, sqlite_path
 from flashtune.db.schema import METADATA, VERSION
+from flashtune.db.server import WRITABLE, forbidden
 
 # Any number that no other program uses for an advisory lock on the same server.
 SERVER_LOCK = 0x666C6173
@@ -41,6 +42,8 @@ def ready_engine(url: str) -> Engine:
         with writing(engine, url) as connection:
             if not has_tables(connection, url):
                 raise StoreError(f"another process replaced the database {describe(url)}: try again")
+            if sqlite_path(url) is None and not connection.scalar(WRITABLE):
+                raise forbidden(url, "it can only be read")
     except BaseException:
         engine.dispose()
         raise

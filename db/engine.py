@@ -86,7 +86,7 @@ def explained(url: str) -> Iterator[None]:
         if isinstance(error.orig, sqlite3.Error):
             raise sqlite_error(error.orig, url) from error
         # The chain of causes would show a password that the driver quotes.
-        raise server_error(error.orig or error, url) from None
+        raise server_error(error, url) from None
     except (sqlite3.Error, UnicodeError) as error:
         if sqlite_path(url) is None:
             raise server_error(error, url) from None

@@ -15,6 +15,10 @@ ELSEWHERE = "name another with --db or FLASHTUNE_DB"
 FROM_THE_DISK = frozenset({sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN})
 
 
+class ServerUnavailableError(StoreError):
+    """A server cannot be reached, or it ended the connection. The same transaction may succeed later."""
+
+
 class UnreadableRecord(Printable, UserWarning):
     """A stored row was skipped: this flashtune cannot read or use it."""
 

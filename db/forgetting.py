@@ -7,7 +7,7 @@ import msgspec
 from sqlalchemy import ColumnElement, Connection, delete, func, select
 
 from flashtune.db.eligibility import serves_any_tensors
-from flashtune.db.queries import chosen, select_records, take_fallback, take_selection
+from flashtune.db.queries import chosen, lock_selections, select_records, take_fallback, take_selection
 from flashtune.db.schema import FALLBACKS, RECORDS, SELECTIONS
 from flashtune.db.stored_rows import StoredRecord, readable, stored_text
 
@@ -94,6 +94,7 @@ def forget(connection: Connection, meant: Forgettable, choose: Choose, pinned_at
     Returns:
         The problems that lost their selection or fallback, and their new selection.
     """
+    lock_selections(connection)
     lost = affected(connection, meant)
     going = select(RECORDS.c.id).where(*meant.clauses())
     for table in (SELECTIONS, FALLBACKS):

@@ -18,11 +18,11 @@ from flashtune.db.errors import UnreadableRecord
 from flashtune.db.location import describe
 from flashtune.db.queries import (
     CHUNK,
-    chosen,
     chosen_among,
     fetched,
     insert_record,
     insert_records,
+    lock_selections,
     now,
     offer_fallback,
     payload_of,
@@ -65,6 +65,7 @@ class MergeCounts(msgspec.Struct, frozen=True):
 
 def merge(theirs: Connection, ours: Connection, source_url: str, why_refused: WhyRefused) -> MergeCounts:
     """Copies the rows that `ours` lacks. `source_url` is the other database's URL."""
+    lock_selections(ours)
     news = _merge_records(theirs, ours, source_url)
     ends = _merge_selections(theirs, ours, source_url, why_refused)
     return _counts(news, ends, _merge_checks(theirs, ours, source_url))
@@ -77,6 +78,7 @@ def merge_tables(
 
     `progress` is called with the number of further records merged.
     """
+    lock_selections(ours)
     written = now()
     news: Counter[bool] = Counter()
     ends: Counter[MergeOutcome] = Counter()
@@ -185,11 +187,12 @@ def _chosen(
 
 def _take_selection(ours: Connection, record: Record, record_id: int, pinned_at: str) -> MergeOutcome:
     """Selects a row, unless our selection of the same (problem, target) stays."""
-    present = chosen(ours, SELECTIONS, record)
-    if present is not None and not is_better_selection(record, present.record):
+    is_taken, present = take_selection(
+        ours, record, record_id, pinned_at, lambda present: not is_better_selection(record, present.record)
+    )
+    if not is_taken:
         offer_fallback(ours, record, record_id, pinned_at)
         return MergeOutcome.KEPT
-    take_selection(ours, record, record_id, pinned_at)
     return MergeOutcome.ADDED if present is None else MergeOutcome.REPLACED
 
 

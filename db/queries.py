@@ -5,7 +5,7 @@ Only a selection that cannot address every tensor has a fallback.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from sqlalchemy import (
     delete,
     literal_column,
     select,
+    text,
 )
 
 from flashtune.core.record import Record
@@ -187,8 +188,9 @@ def select_chosen(table: Table, target: str | None = None) -> Select[*tuple[Any,
 
 def chosen(connection: Connection, table: Table, record: Record) -> StoredRecord | None:
     """Returns the row that a table names for a record's (problem, target)."""
-    rows = connection.execute(select_chosen(table).where(*_same(table, record)))
-    return next(readable(rows, "this database"), None)
+    # PostgreSQL locks the row until the transaction ends. SQLite has one writer at a time.
+    query = select_chosen(table).where(*_same(table, record)).with_for_update(of=table)
+    return next(readable(connection.execute(query), "this database"), None)
 
 
 def chosen_among(
@@ -216,18 +218,42 @@ def take_unchosen(
             connection.execute(_upsert(connection, table), values)
 
 
-def take_selection(connection: Connection, record: Record, record_id: int, pinned_at: str) -> None:
-    """Selects a row for its record's (problem, target).
+def lock_selections(connection: Connection) -> None:
+    """Lets no other process select records until the transaction ends, for changes of many selections."""
+    if connection.dialect.name == "postgresql":
+        connection.execute(text("LOCK TABLE selections IN EXCLUSIVE MODE"))
+
+
+def take_selection(
+    connection: Connection,
+    record: Record,
+    record_id: int,
+    pinned_at: str,
+    stays: Callable[[StoredRecord], bool] = lambda present: False,
+) -> tuple[bool, StoredRecord | None]:
+    """Selects a row for its record's (problem, target), unless the present selection stays.
 
     If the new selection serves any tensors, the fallback is deleted. Otherwise an earlier selection that does
     becomes the fallback.
+
+    Returns:
+        Whether the row was selected, and the earlier selection.
     """
-    earlier = chosen(connection, SELECTIONS, record)
-    _name(connection, SELECTIONS, record, record_id, pinned_at)
+    while True:
+        present = connection.scalar(select(SELECTIONS.c.record_id).where(*_same(SELECTIONS, record)))
+        earlier = chosen(connection, SELECTIONS, record)
+        if earlier is not None and stays(earlier):
+            return False, earlier
+        # One statement compares and selects. Another process may have selected a row since the query.
+        upsert = _upsert(connection, SELECTIONS, SELECTIONS.c.record_id == present)
+        values = _named(record, record_id, pinned_at)
+        if connection.execute(upsert.returning(SELECTIONS.c.record_id), values).scalar() is not None:
+            break
     if serves_any_tensors(record):
         connection.execute(delete(FALLBACKS).where(*_same(FALLBACKS, record)))
     elif earlier is not None and serves_any_tensors(earlier.record):
         _name(connection, FALLBACKS, record, earlier.id, pinned_at)
+    return True, earlier
 
 
 def take_fallback(connection: Connection, record: Record, record_id: int, pinned_at: str) -> bool:
@@ -256,11 +282,12 @@ def _named(record: Record, record_id: int, pinned_at: str) -> dict[str, object]:
     return {**key, "record_id": record_id, "pinned_at": pinned_at}
 
 
-def _upsert(connection: Connection, table: Table) -> Upsert:
-    """Returns the statement that inserts such a row, or replaces the problem's present row."""
+def _upsert(connection: Connection, table: Table, only_if: ColumnElement[bool] | None = None) -> Upsert:
+    """Returns the statement that inserts such a row, or replaces the present one if a condition holds."""
     insert = insert_into(connection, table)
     changed = {name: insert.excluded[name] for name in ("record_id", "pinned_at")}
-    return insert.on_conflict_do_update(index_elements=["problem_key", "target"], set_=changed)
+    key = ["problem_key", "target"]
+    return insert.on_conflict_do_update(index_elements=key, set_=changed, where=only_if)
 
 
 def _same(table: Table, record: Record) -> tuple[ColumnElement[bool], ...]:

@@ -2,17 +2,18 @@
 
 import os
 import queue
+import re
 import socket
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection, Dialect, Engine, NullPool, create_engine, event, make_url, text
+from sqlalchemy import Connection, Dialect, Engine, NullPool, create_engine, event, exc, make_url, text
 from sqlalchemy.engine.interfaces import DBAPIConnection, ExceptionContext
 from sqlalchemy.pool import ConnectionPoolEntry
 
 from flashtune.core.errors import StoreError
-from flashtune.db.errors import ELSEWHERE
+from flashtune.db.errors import ELSEWHERE, ServerUnavailableError
 from flashtune.db.limits import SCANNED_BYTES_PER_SECOND, STATEMENT_SECONDS
 from flashtune.db.location import describe, without_secrets
 
@@ -25,6 +26,20 @@ GRACE_SECONDS = 0.5
 # The drivers that use PostgreSQL's own library.
 DRIVERS = ("psycopg", "psycopg2")
 WATCH = "flashtune_watch"
+# PostgreSQL 13. Its makers fix no older version.
+MIN_VERSION = 130000
+# Codes of statements that a user may not execute, and of writes to a server that can only be read.
+FORBIDDEN = ("42501", "25006")
+# Whether a user may write.
+WRITABLE = text("""
+SELECT has_table_privilege('records', 'INSERT') AND has_table_privilege('selections', 'UPDATE')
+    AND current_setting('transaction_read_only') = 'off'
+""")
+# Codes of PostgreSQL: lost connections, shutdowns, too many connections, limits of locks, deadlocks. The same
+# transaction may succeed later.
+PASSING = re.compile("08...|57P0[123]|53300|55P03|40P01|40001")
+# A refused connection has no code, and its text may have any language.
+LASTING = re.compile("authentication|does not exist|permission denied|not permitted|pg_hba|SSL|certificate")
 # Limits of one transaction, which poolers of connections pass on. A large database takes longer to scan.
 LIMITS = text("""
 SELECT ms, set_config('lock_timeout', :lock, true), set_config('statement_timeout', ms::text, true)
@@ -61,6 +76,7 @@ def server_engine(url: str) -> Engine:
             connection = within(CONNECT_SECONDS, url, lambda: dialect.connect(*arguments, **options))
         except (ValueError, TypeError, OSError) as error:  # options or a host that the driver cannot use
             raise server_error(error, url) from None
+        _require_version(connection, url)
         entry.info[WATCH] = watch = Watch(connection)
         watch.start()
         return connection
@@ -102,8 +118,20 @@ class Watch:
             connected.shutdown(socket.SHUT_RDWR)
 
 
+def _require_version(connection: Any, url: str) -> None:
+    version = connection.info.server_version
+    if version < MIN_VERSION:
+        connection.close()
+        raise StoreError(
+            f"the server of {describe(url)} is PostgreSQL {version // 10000}, and flashtune needs "
+            f"{MIN_VERSION // 10000} or newer: upgrade it, or {ELSEWHERE}"
+        )
+
+
 def _start(connection: Connection, *_: Any) -> None:
-    connection.info[WATCH].start()
+    # A lost connection is rolled back without the server.
+    if not connection.invalidated:
+        connection.info[WATCH].start()
 
 
 def _stop(connection: Connection, *_: Any) -> None:
@@ -115,6 +143,12 @@ def _on_begin(connection: Connection) -> None:
 
 
 def _on_error(context: ExceptionContext, url: str) -> None:
+    error: BaseException | None = context.original_exception
+    while error is not None:
+        # psycopg raises another error if it cannot cancel a statement after Ctrl-C.
+        if isinstance(error, KeyboardInterrupt):
+            raise error
+        error = error.__context__
     connection = context.connection
     if connection is not None and connection.info[WATCH].is_over:
         raise silent(url)
@@ -142,12 +176,38 @@ def within(seconds: float, url: str, run: Callable[[], Result]) -> Result:
 
 def silent(url: str) -> StoreError:
     """Returns the error for a server that does not answer in time."""
-    return StoreError(f"the database {describe(url)} does not answer: check the server, or {ELSEWHERE}")
+    return ServerUnavailableError(
+        f"the database {describe(url)} does not answer: check the server, or {ELSEWHERE}"
+    )
 
 
 def server_error(error: BaseException, url: str) -> StoreError:
     """Returns the error to raise for an error of a server or its driver, without passwords."""
-    reason = without_secrets(str(error).strip().partition("\n")[0], url)
+    cause = error.orig or error if isinstance(error, exc.DBAPIError) else error
+    reason = without_secrets(str(cause).strip().partition("\n")[0], url)
+    if _code(cause) in FORBIDDEN:
+        return forbidden(url, reason)
+    kind = ServerUnavailableError if _is_passing(error) else StoreError
+    return kind(f"the database {describe(url)} cannot be used ({reason}): check the server, or {ELSEWHERE}")
+
+
+def forbidden(url: str, reason: str) -> StoreError:
+    """Returns the error for a user without rights."""
     return StoreError(
-        f"the database {describe(url)} cannot be used ({reason}): check the server, or {ELSEWHERE}"
+        f"the database {describe(url)} refuses its user ({reason}): grant the right there, or {ELSEWHERE}"
     )
+
+
+def _code(error: BaseException | None) -> str:
+    """Returns PostgreSQL's code of a driver's error, empty without one."""
+    return getattr(error, "sqlstate", None) or getattr(error, "pgcode", None) or ""
+
+
+def _is_passing(error: BaseException) -> bool:
+    """Returns whether the same transaction may succeed later."""
+    if isinstance(error, exc.DBAPIError) and error.connection_invalidated:
+        return True
+    if not isinstance(error, exc.OperationalError):
+        return False
+    code = _code(error.orig)
+    return PASSING.fullmatch(code) is not None if code else LASTING.search(str(error.orig)) is None

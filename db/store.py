@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 from sqlalchemy import Connection, Engine, Table
 
@@ -28,11 +29,15 @@ from flashtune.db.queries import (
     take_selection,
     write_check,
 )
+from flashtune.db.retries import Retries
 from flashtune.db.schema import FALLBACKS, RECORDS, SELECTIONS
 from flashtune.db.stored_rows import StoredRecord, readable
 from flashtune.db.table import TunedTable, check_table
 
 __all__ = ["MergeCounts", "Store", "StoredRecord", "open_store"]
+
+Result = TypeVar("Result")
+Transaction = Callable[[Engine, str], AbstractContextManager[Connection]]
 
 
 def open_store(url: str | None = None) -> Store:
@@ -52,12 +57,16 @@ def open_store(url: str | None = None) -> Store:
 class Store:
     """An open database. Safe under threads. Several processes may each open one.
 
+    Transactions of a search are repeated while a server is unavailable, for a minute at most.
+
     Attributes:
         url: The database's URL, as `open_store` takes it.
+        retries: Repeats transactions. Its `stop` ends the waits of all threads.
     """
 
     def __init__(self, engine: Engine, url: str) -> None:
         self._engine = engine
+        self.retries = Retries(url)
         self.url = url
 
     def __enter__(self) -> Self:
@@ -79,9 +88,7 @@ class Store:
             TableError: A field is outside its bounds, so the record could not be read again.
             StoreError: The database cannot be written.
         """
-        with writing(self._engine, self.url) as connection:
-            record_id, _ = insert_record(connection, record, now())
-        return record_id
+        return self._write(lambda connection: insert_record(connection, record, now())[0])
 
     def records(
         self, problem: Problem | None = None, target: str | None = None, family: str | None = None
@@ -97,21 +104,36 @@ class Store:
             query = query.where(RECORDS.c.target == target)
         if family is not None:
             query = query.where(RECORDS.c.family == family)
-        with reading(self._engine, self.url) as connection:
-            return list(readable(fetched(connection, query), describe(self.url)))
+        return self._read(lambda connection: list(readable(fetched(connection, query), describe(self.url))))
 
-    def pin(self, record_id: int) -> None:
+    def pin(self, record_id: int, stays: Callable[[Record], bool] = lambda present: False) -> bool:
         """Selects a record for its (problem, target), in place of an earlier selection.
 
         The earlier selection becomes the fallback if the new one's family cannot address every tensor and the
         earlier one can.
 
+        Args:
+            record_id: The record's row.
+            stays: Returns whether the present selection stays. It is called again if another process selects
+                a record at the same time.
+
+        Returns:
+            Whether the record was selected.
+
         Raises:
             StoreError: There is no such record, or it may not be selected: it failed, or was measured and
                 never verified.
         """
-        with writing(self._engine, self.url) as connection:
-            take_selection(connection, self._selectable(connection, record_id), record_id, now())
+
+        def other_stays(present: StoredRecord) -> bool:
+            # A repeated transaction finds its own selection.
+            return present.id != record_id and stays(present.record)
+
+        def pin(connection: Connection) -> bool:
+            record = self._selectable(connection, record_id)
+            return take_selection(connection, record, record_id, now(), other_stays)[0]
+
+        return self._write(pin)
 
     def fallback(self, record_id: int) -> bool:
         """Makes a record the fallback for tensors that the selection of its (problem, target) cannot address.
@@ -122,8 +144,11 @@ class Store:
         Raises:
             StoreError: As `pin`.
         """
-        with writing(self._engine, self.url) as connection:
-            return take_fallback(connection, self._selectable(connection, record_id), record_id, now())
+        return self._write(
+            lambda connection: take_fallback(
+                connection, self._selectable(connection, record_id), record_id, now()
+            )
+        )
 
     def _selectable(self, connection: Connection, record_id: int) -> Record:
         query = select_records().where(RECORDS.c.id == record_id)
@@ -144,14 +169,24 @@ class Store:
         return self._chosen(FALLBACKS, target)
 
     def _chosen(self, table: Table, target: str | None) -> list[StoredRecord]:
-        with reading(self._engine, self.url) as connection:
-            rows = fetched(connection, select_chosen(table, target), table)
-            return list(readable(rows, describe(self.url)))
+        query = select_chosen(table, target)
+        return self._read(
+            lambda connection: list(readable(fetched(connection, query, table), describe(self.url)))
+        )
 
     def remember_check(self, check: Check) -> None:
         """Stores a self-check's verdict, and replaces an earlier one of the same kernel, GPU and versions."""
-        with writing(self._engine, self.url) as connection:
-            write_check(connection, check, now(), replace=True)
+        self._write(lambda connection: write_check(connection, check, now(), replace=True))
+
+    def _read(self, transaction: Callable[[Connection], Result]) -> Result:
+        return self.retries.run(lambda: self._in(reading, transaction))
+
+    def _write(self, transaction: Callable[[Connection], Result]) -> Result:
+        return self.retries.run(lambda: self._in(writing, transaction))
+
+    def _in(self, opened: Transaction, run: Callable[[Connection], Result]) -> Result:
+        with opened(self._engine, self.url) as connection:
+            return run(connection)
 
     def preview(self, meant: Forgettable) -> tuple[list[Group], list[TakenBack]]:
         """Returns what `forget` would delete: groups of records, and problems that lose their selection."""

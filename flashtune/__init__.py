@@ -12,7 +12,7 @@
 - `flashtune.quantize` converts inputs to 8-bit floats.
 - `flashtune.PagedKVCache` stores keys and values of growing sequences.
 - `flashtune.record_calls` counts the calls of a program.
-- `flashtune.table_hash` lets ranks check that they dispatch alike.
+- `flashtune.check_ranks` checks that ranks dispatch alike. `flashtune.table_hash` is a hash of their tables.
 
 All errors are subclasses of `flashtune.FlashtuneError`.
 Names are loaded at first use, so that `import flashtune` is fast for the command line.
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from flashtune.api.merge_states import merge_attention
     from flashtune.api.paged import attention_paged, plan_paged
     from flashtune.api.plan import Plan, plan
+    from flashtune.api.ranks import check_ranks
     from flashtune.api.varlen import attention_varlen, plan_varlen
     from flashtune.core.block_mask import BlockMask
     from flashtune.core.notices import FlashtuneWarning
@@ -73,6 +74,7 @@ __all__ = [
     "attention",
     "attention_paged",
     "attention_varlen",
+    "check_ranks",
     "explain",
     "explain_paged",
     "explain_varlen",
@@ -91,6 +93,7 @@ _MODULES = {
     "flashtune.api.merge_states": ("merge_attention",),
     "flashtune.api.paged": ("attention_paged", "plan_paged"),
     "flashtune.api.plan": ("Plan", "plan"),
+    "flashtune.api.ranks": ("check_ranks",),
     "flashtune.api.varlen": ("attention_varlen", "plan_varlen"),
     "flashtune.core.block_mask": ("BlockMask",),
     "flashtune.core.notices": ("FlashtuneWarning",),

@@ -18,7 +18,7 @@ os.environ.pop("COLUMNS", None)
 
 import torch
 
-from tests.support import families, fuzzing, sampling, times
+from tests.support import families, fuzzing, postgres, sampling, times
 
 # Imports and collected tests are not garbage, and searching them takes half of the time of parsing a kernel.
 gc.disable()
@@ -41,6 +41,9 @@ hypothesis.settings.load_profile("flashtune")
 
 native = families.native
 ship = families.ship
+postgres_database = postgres.postgres_database
+postgres_server = postgres.postgres_server
+own_postgres = postgres.own_postgres
 
 # Triton reads the variable when it is imported, so these tests have a process of their own.
 if os.environ.get("TRITON_INTERPRET") != "1":

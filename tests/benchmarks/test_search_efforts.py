@@ -67,7 +67,7 @@ def test_all_shapes_are_searched_twice_and_the_first_with_each_effort() -> None:
 
 def test_tables_have_seconds_shares_and_different_picks(saved: Saved[Efforts]) -> None:
     made = efforts_report.texts(saved)
-    assert "| quick | 12 | 12.0 | 12.0 | 4.0 | 30 | 0.995 (12) | 0.995 |" in made["efforts"]
+    assert "| quick | 12 | 12.0 | 12.0 | 4.0 | 30 | 33% | 21% | 0.995 (12) | 0.995 |" in made["efforts"]
     assert "first result after 0.9 s" in made["efforts"]
     assert "1 of 24 shapes got another config" in made["repeats"]
     assert f"| `{SHAPES[1]}` | `num_stages` 3, 2 | 1.0050, 1.0100 | 0.50% |" in made["repeats"]

@@ -4,13 +4,14 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 
 from flashtune.core.errors import StoreError
 from flashtune.db.light import remote
 from flashtune.db.light.reader import Reader, open_reader
-from flashtune.db.server import Watch
+from flashtune.db.server import Watch, _on_error
 from flashtune.db.store import open_store
 
 pytest.importorskip("psycopg", reason="psycopg, the driver of PostgreSQL, is not installed")
@@ -59,3 +60,15 @@ def test_watch_ends_a_read_from_a_silent_server() -> None:
         watch.start()
         reading.join(timeout=10)
         assert (answers, watch.is_over) == ([b""], True)
+
+
+def test_interrupt_of_a_statement_that_cannot_be_cancelled_is_kept() -> None:
+    try:
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            raise OSError  # noqa: B904 - as psycopg does
+    except OSError as error:
+        context = mock.Mock(original_exception=error)
+    with pytest.raises(KeyboardInterrupt):
+        _on_error(context, "")

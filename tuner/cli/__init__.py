@@ -50,7 +50,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "hf-kernel (a package for Hugging Face's kernels library).",
         "import": "Read a JSON table into the database.",
         "bundle": "Files of compiled kernels: build, list, merge.",
-        "db": "Databases: path, upgrade, merge, forget (delete records), compare (two tables).",
+        "db": "Databases: path, upgrade, merge, pull, forget (delete records), compare (two tables).",
     },
     "List names": {
         "shapes": "Explain the keys of --shape.",

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from flashtune.core.errors import MachineError, ProblemError
 from flashtune.core.record import Outcome, Provenance, Record
 from flashtune.db.eligibility import serves_any_tensors
+from flashtune.db.errors import ServerUnavailableError
 from flashtune.db.store import Store, StoredRecord
 from flashtune.dispatch.versions import current_versions
 from flashtune.tuner.candidates import Candidate, SearchTask, contiguous_specialization, demand, open_spaces
@@ -76,7 +77,8 @@ def run_search(
             prove_choice(scope, journal, tools, request.budget)
         except (KeyboardInterrupt, DeviceLostError, MachineError):
             # A verified and timed kernel can be selected without finals and schedule fuzzing.
-            _pin(store, request, journal)
+            with contextlib.suppress(ServerUnavailableError):
+                _pin(store, request, journal)
             raise
         best, fallback, pinned = _pin(store, request, journal)
         if pinned and measures.provenance is Provenance.MEASURED and request.target.is_nvidia:
@@ -148,11 +150,8 @@ def _pin(
     best = selected(rows)
     if best is None:
         return None, None, False
-    stored = (entry.record for entry in store.selections(request.target.name))
-    present = next((record for record in stored if record.problem == request.problem), None)
-    pinned = present is None or not _stands(present, best.record, request)
-    if pinned:
-        store.pin(best.id)
+    chosen = best.record
+    pinned = store.pin(best.id, lambda present: _stands(present, chosen, request))
     other = selected(row for row in rows if serves_any_tensors(row.record))
     measured = other is not None and other.record.provenance is Provenance.MEASURED
     if other is None or not (pinned or measured) or not store.fallback(other.id):

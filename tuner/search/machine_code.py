@@ -38,12 +38,13 @@ def store_machine_code(
     if not entries:
         return
     path = bundle_file(store.url, scope.target.arch)
-
-    def recipes() -> set[str]:
-        chosen = (row.record for row in (*store.selections(), *store.fallbacks()))
-        return {recipe_of(record, record.specialization) for record in chosen if record.config is not None}
-
     try:
-        add_entries(path, scope.target.arch, VERSION, entries, codes, recipes)
+        add_entries(path, scope.target.arch, VERSION, entries, codes, lambda: selected_recipes(store))
     except OSError as error:  # A lock that is held too long is one too.
         warn_once("bundle file", f"machine code cannot be stored in {path}: {error.strerror or error}")
+
+
+def selected_recipes(store: Store) -> set[str]:
+    """Returns the recipes of the kernels that a database selects."""
+    chosen = (row.record for row in (*store.selections(), *store.fallbacks()))
+    return {recipe_of(record, record.specialization) for record in chosen if record.config is not None}

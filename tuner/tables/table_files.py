@@ -60,7 +60,7 @@ def json_table(target: str, records: Iterable[Record], watch: Watch = unwatched)
 
 def table_file(table: TunedTable, watch: Watch = unwatched) -> bytes:
     """Returns a table for `flashtune import`, with its receipts."""
-    require_admissible(_counted(table.records, f"checking {table.target}", watch), EXPORTED)
+    require_admissible(counted(table.records, f"checking {table.target}", watch), EXPORTED)
     require_sound_evidence(table, EXPORTED)
     return dump_table(table)
 
@@ -73,8 +73,8 @@ def kernel_files(records: Iterable[Record], watch: Watch = unwatched) -> tuple[K
     users: dict[str, list[Record]] = {}
     kernels: dict[str, Kernel] = {}
     ordered = tuple(sorted(records, key=lambda record: (record.target, record.problem.key)))
-    require_admissible(_counted(ordered, "checking kernels", watch), EXPORTED)
-    for record in _counted(ordered, "rendering kernels", watch):
+    require_admissible(counted(ordered, "checking kernels", watch), EXPORTED)
+    for record in counted(ordered, "rendering kernels", watch):
         if record.config is None:
             continue
         kernel = render(find_family(record.family), record.problem, record.config, record.specialization)
@@ -228,7 +228,7 @@ def import_tables(paths: Sequence[Path], db: str | None, watch: Watch = unwatche
 
 def _checked(path: Path, watch: Watch) -> TunedTable:
     table = load_table(path)
-    require_admissible(_counted(table.records, f"checking {path.name}", watch), str(path))
+    require_admissible(counted(table.records, f"checking {path.name}", watch), str(path))
     require_sound_evidence(table, str(path))
     strays = stray_receipts(table)
     if strays:
@@ -240,7 +240,7 @@ def _checked(path: Path, watch: Watch) -> TunedTable:
     return msgspec.structs.replace(table, receipts=receipts)
 
 
-def _counted(records: tuple[Record, ...], phase: str, watch: Watch) -> Iterator[Record]:
+def counted(records: tuple[Record, ...], phase: str, watch: Watch) -> Iterator[Record]:
     """Yields the records, and reports their number to `watch` every `COUNTED` records."""
     for number, record in enumerate(records):
         if number % COUNTED == 0:

@@ -19,12 +19,15 @@ from flashtune.tuner.cli.options import (
     file_option,
     json_option,
     optional_problem_options,
+    quiet_options,
     target_filter_option,
+    target_option,
 )
 from flashtune.tuner.cli.output import (
     print_counts,
     print_json,
     print_rows,
+    progress_bars,
     say,
     write_result,
 )
@@ -103,6 +106,30 @@ def merge(sources: tuple[str, ...], db: str | None, as_json: bool) -> None:
         counts = [store.merge_from(source, why_refused) for source in sources]
     total = {name: sum(getattr(count, name) for count in counts) for name in MergeCounts.__struct_fields__}
     print_counts(MergeCounts(**total), as_json)
+
+
+@command.command("pull", examples=("flashtune db pull postgresql+psycopg://reader@host/tuning",))
+@click.argument("source", metavar="SOURCE")
+@target_option(help="Copy the selections of this GPU, such as h200. Default: the GPU of this machine.")
+@quiet_options
+@database_option
+@json_option
+def pull(source: str, target_name: str | None, db: str | None, as_json: bool) -> None:
+    """Copy the selections of one GPU from another database, with their machine code.
+
+    SOURCE is a path or URL, and is only read. Records are checked as by flashtune import, and those that may
+    not be used are left out. If both sides have a selection, the faster one stays if both were measured under
+    the same versions. Otherwise the database's selection stays.
+    """
+    from flashtune.tuner.tables.pull import pull as pull_selections
+
+    with progress_bars() as bars:
+        pulled = pull_selections(source, target_name, db, bars)
+    if as_json:
+        print_json(pulled)
+        return
+    print_counts(pulled.counts, as_json)
+    say(f"{printable(pulled.target)}: machine code of {pulled.kernels} kernels is new")
 
 
 class Forgotten(msgspec.Struct, frozen=True):

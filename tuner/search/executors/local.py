@@ -73,7 +73,9 @@ class LocalExecutor:
                     start()
                     yield result
         finally:
-            clock.stop()
+            if self._running:
+                clock.stop()
+                self._store.retries.stop()
             threads.shutdown()
             self._running.clear()
 
