@@ -180,6 +180,8 @@ def command(
         limits = {"trials": trials, "seconds": seconds, "patience": None, "gain": None}
         budget = msgspec.structs.replace(budget, **limits)
     trained = saving_lse(problems)
+    # Further GPUs would have no work.
+    devices = devices[: len(problems)]
     requests = tuple(
         SearchRequest(
             problem=problem,
