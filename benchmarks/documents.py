@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks import efforts_report, saved, search_report, speed_charts, tables
+from benchmarks.analysis import report as analysis_report
 from benchmarks.charts import PICTURES, is_current, write_svg
 from benchmarks.dispatch_regret import regret
 from benchmarks.exhaustive import axes, prediction
@@ -55,6 +56,7 @@ SCRIPTS: dict[str, Callable[[], Mapping[str, str]]] = {
     integrations_report.SCRIPT: integrations_report.texts,
     "scripts/reference.py": lambda: {"features": feature_table(), "shape-keys": key_table()},
     saved.SCRIPT: saved.texts,
+    analysis_report.SCRIPT: analysis_report.texts,
     search_report.SCRIPT: search_report.texts,
     serving.SCRIPT: serving.texts,
     regret.SCRIPT: lambda: regret.texts(RESULTS),
@@ -106,7 +108,7 @@ def generated() -> dict[Path, str]:
 
 def pictures() -> "dict[Path, Figure]":
     """Returns the figures of the saved results, by their SVG files."""
-    sources = training_report, policies_report, speed_charts, efforts_report
+    sources = training_report, policies_report, speed_charts, efforts_report, analysis_report, axes
     drawn = {name: figure for source in sources for name, figure in source.pictures().items()}
     return {PICTURES / f"{name}.svg": figure for name, figure in drawn.items()}
 

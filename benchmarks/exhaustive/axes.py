@@ -6,11 +6,17 @@ benchmarks/results/axes.md and benchmarks/results/hopper.md.
 """
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from benchmarks.exhaustive.prediction import TABLES
 from benchmarks.exhaustive.truth_table import TruthTable, fastest, read_tables
 from benchmarks.tables import long_title
+from flashtune.tuner.analysis.charts import Chart
 from flashtune.tuner.cli.output import table
+from flashtune.tuner.cli.report.chart_report import charts_figure
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
 
 SCRIPT = "benchmarks/exhaustive/axes.py"
 
@@ -19,27 +25,61 @@ Value = int | bool | str
 
 def texts() -> dict[str, str]:
     """The text of each place in the pages, by name: `axes-FAMILY`."""
+    return {f"axes-{name}": "\n".join(_lines(several)) for name, several in _families().items()}
+
+
+def pictures() -> "dict[str, Figure]":
+    """The axes with several values, by the name of the picture: `axes-FAMILY`."""
+    return {f"axes-{name}": charts_figure(list(_charts(several))) for name, several in _families().items()}
+
+
+def _families() -> dict[str, list[TruthTable]]:
+    """The tables of each family, in the order of their problems."""
     families: dict[str, list[TruthTable]] = {}
-    for truth in read_tables(TABLES):
+    for truth in sorted(
+        read_tables(TABLES),
+        key=lambda table: (table.problem.head_dim, table.problem.causal.value, table.problem.seqlen_kv),
+    ):
         families.setdefault(truth.family, []).append(truth)
-    return {f"axes-{name}": "\n".join(_lines(several)) for name, several in families.items()}
+    return families
+
+
+def _effects(tables: Sequence[TruthTable]) -> Iterator[tuple[str, dict[Value, list[float | None]]]]:
+    """Each axis that varies, and for each value the ratio of each problem."""
+    worth = [_worth(table) for table in tables]
+    for axis in dict.fromkeys(axis for ratios in worth for axis in ratios):
+        values = sorted({value for ratios in worth for value in ratios.get(axis, {})}, key=_order)
+        if len(values) > 1:
+            yield axis, {value: [ratios.get(axis, {}).get(value) for ratios in worth] for value in values}
+
+
+def _charts(tables: Sequence[TruthTable]) -> Iterator[Chart]:
+    """A chart for each axis with more than two values."""
+    for axis, effects in _effects(tables):
+        if len(effects) > 2:
+            yield Chart(
+                title=axis,
+                across=axis,
+                positions=tuple(map(_text, effects)),
+                unit="% slower than the fastest",
+                lines={
+                    long_title(truth.problem): tuple(
+                        None if ratios[place] is None else round(100 * (ratios[place] or 0) - 100, 3)
+                        for ratios in effects.values()
+                    )
+                    for place, truth in enumerate(tables)
+                },
+                log=False,
+            )
 
 
 def _lines(tables: Sequence[TruthTable]) -> Iterator[str]:
     """A line for each value of each axis that varies, a column for each problem."""
-    tables = sorted(
-        tables,
-        key=lambda table: (table.problem.head_dim, table.problem.causal.value, table.problem.seqlen_kv),
-    )
-    worth = [_worth(table) for table in tables]
-    rows = []
-    for axis in dict.fromkeys(axis for ratios in worth for axis in ratios):
-        values = sorted({value for ratios in worth for value in ratios.get(axis, {})}, key=_order)
-        if len(values) == 1:
-            continue
-        for value in values:
-            cells = (ratios.get(axis, {}).get(value) for ratios in worth)
-            rows.append((f"`{axis}` {_text(value)}", *(f"{cell:.2f}" if cell else "–" for cell in cells)))
+    rows = [
+        (f"`{axis}` {_text(value)}", *(f"{cell:.2f}" if cell else "–" for cell in cells))
+        for axis, effects in _effects(tables)
+        for value, cells in effects.items()
+    ]
     yield from table(("", *(long_title(truth.problem) for truth in tables)), rows)
 
 

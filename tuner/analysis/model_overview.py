@@ -94,8 +94,8 @@ def overviews(
 
 def _point(attention: ModelAttention, calls: tuple[LayerCall, ...], target: Target, db: str | None) -> Point:
     chosen = [choose(call.problem, target, db) for call in calls]
-    flash = _together([_flash(kernel, call, target) for kernel, call in zip(chosen, calls, strict=True)])
-    standard = _together([_standard(call, target) for call in calls])
+    flash = _together([flash_way(kernel, call, target) for kernel, call in zip(chosen, calls, strict=True)])
+    standard = _together([standard_way(call, target) for call in calls])
     problem = calls[0].problem
     return Point(
         seqlen=problem.seqlen_kv,
@@ -118,7 +118,8 @@ def _together(ways: list[Way]) -> Way:
     )
 
 
-def _out_bytes(problem: Problem) -> int:
+def out_bytes(problem: Problem) -> int:
+    """Returns the bytes of the output."""
     rows = problem.batch * problem.heads * problem.seqlen_q
     return rows * problem.value_head_dim * problem.out_dtype.itemsize
 
@@ -131,31 +132,41 @@ def _gradient_bytes(problem: Problem) -> int:
     return (rows + keys) * both * problem.dtype.itemsize
 
 
-def _flash(chosen: Chosen, call: LayerCall, target: Target) -> Way:
+def flash_way(chosen: Chosen, call: LayerCall, target: Target) -> Way:
+    """Returns the kernel that dispatch would select."""
     problem, layers = call
     moved = sum(item.bytes for item in chosen.family.hbm_items(problem, chosen.config, target))
     rows = problem.batch * problem.heads * problem.seqlen_q
     keys = problem.batch * problem.kv_heads * problem.seqlen_kv
     # 8-bit values are transposed into a buffer of their own size.
     scratch = keys * problem.value_head_dim if problem.dtype.is_quantized else 0
-    memory = _out_bytes(problem) + rows * LSE_BYTES + scratch
+    memory = out_bytes(problem) + rows * LSE_BYTES + scratch
     if problem.is_backward:
         kernel = render(chosen.family, problem, chosen.config, chosen.specialization)
         memory += _gradient_bytes(problem) + workspace_bytes(kernel, problem)
     return _way(problem, memory, moved, problem.minimal_bytes(), layers, target)
 
 
-def _standard(call: LayerCall, target: Target) -> Way:
-    """Returns unfused attention, which computes masked pairs too, with quantised inputs as 16 bits."""
-    problem, layers = call
+def unfused_problems(problem: Problem) -> tuple[Problem, Problem]:
+    """Returns the problem of unfused attention, with quantised inputs as 16 bits, and its problem unmasked.
+
+    Unfused attention computes masked pairs too.
+    """
     dtype = Dtype.BF16 if problem.dtype.is_quantized else problem.dtype
     plain = msgspec.structs.replace(problem, dtype=dtype)
-    traffic = sum(item.bytes for item in standard_hbm_items(plain))
     full = msgspec.structs.replace(
         plain, causal=Causal.NONE, window_left=None, window_right=None, sink_tokens=0, chunk=0
     )
+    return plain, full
+
+
+def standard_way(call: LayerCall, target: Target) -> Way:
+    """Returns unfused attention."""
+    problem, layers = call
+    plain, full = unfused_problems(problem)
+    traffic = sum(item.bytes for item in standard_hbm_items(plain))
     copies = GRADIENT_SCORE_COPIES if problem.is_backward else SCORE_COPIES
-    memory = _out_bytes(problem) + int(copies * score_bytes(plain))
+    memory = out_bytes(problem) + int(copies * score_bytes(plain))
     memory += _gradient_bytes(problem) if problem.is_backward else 0
     return _way(full, memory, traffic, traffic, layers, target)
 

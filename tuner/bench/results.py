@@ -92,6 +92,14 @@ class BenchRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # Speed of a copy of device memory. None in reports that were saved without it.
     copy: Copy | None = None
 
+    def times(self, peer: str) -> dict[Problem, tuple[float | None, float | None]]:
+        """Returns the times of a baseline and of flashtune at each problem, in ms; None without a row."""
+        pairs = {bench.problem: (bench.row(peer), bench.row(OURS)) for bench in self.benches}
+        return {
+            problem: (theirs.ms if theirs else None, ours.ms if ours else None)
+            for problem, (theirs, ours) in pairs.items()
+        }
+
 
 def speed_of(problem: Problem, row: Row) -> float:
     """Returns a row's speed in the problem's unit."""

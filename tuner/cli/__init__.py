@@ -37,6 +37,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "show": "List stored kernels: the selected ones, or every record of a shape.",
         "report": "Write stored kernels and searches as pages for a browser, or as Optuna studies.",
         "explain": "Explain a kernel's speed: SRAM, roofline, traffic, occupancy, other candidates.",
+        "analyze": "Intensity, SRAM, training memory, crossover length and cache use, over one axis.",
         "bench": "Time selected kernels and other implementations, interleaved.",
         "render": "Write the kernel of a shape as a readable Python file.",
     },

@@ -39,6 +39,7 @@ OTHERS = "Options"
 # Commands that load torch and Triton.
 HEAVY = frozenset(
     {"search", "warm", "explain", "bench", "render", "doctor", "verify", "sram-audit", "build", "report"}
+    | {"intensity", "sram", "memory", "crossover"}
 )
 
 

@@ -453,3 +453,17 @@ def shape_or_model_options(command: AnyCommand) -> AnyCommand:
     )
     options = (phase if option is PHASE_OPTION else option for option in SHAPE_OPTIONS)
     return apply_options(tuple(options), with_either)
+
+
+def model_options(command: AnyCommand) -> AnyCommand:
+    """Adds the options that name models in training and their sizes; the command gets `models`."""
+
+    @functools.wraps(command)
+    def with_models(*args: Any, models: tuple[str, ...], hf_configs: tuple[Path, ...], **kwargs: Any) -> Any:
+        seqlen, batch, dtype = (kwargs.pop(name) for name in ("seqlen", "batch", "dtype"))
+        if not (models or hf_configs):
+            raise UsageError("no model given: use --model or --hf-config")
+        sizes = ModelSizes(Phase.TRAINING, seqlen or LENGTHS, batch, dtype)
+        return command(*args, models=WholeModels(gather_models(models, hf_configs), sizes), **kwargs)
+
+    return apply_options((*SHAPE_OPTIONS[1:3], *SHAPE_OPTIONS[5:8]), with_models)

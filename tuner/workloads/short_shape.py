@@ -1,5 +1,7 @@
 """Short text of a problem for columns of tables: `h32/8 d128 s4096 b1 causal`."""
 
+from collections.abc import Iterable
+
 from flashtune.core.problem import Causal, Dtype, Problem, feature_words
 
 # Prefixes of features' words that are common in tables.
@@ -23,6 +25,16 @@ def short_shape(problem: Problem) -> str:
         *map(_shortened, feature_words(problem).split("_")),
     )
     return " ".join(word for word in words if word)
+
+
+def by_length(problems: Iterable[Problem]) -> dict[str, list[Problem]]:
+    """Returns problems that differ only in the number of keys, shortest first, by their text without it."""
+    groups: dict[str, list[Problem]] = {}
+    for problem in sorted(problems, key=lambda each: each.seqlen_kv):
+        lengths = f"s{problem.seqlen_kv}", f"k{problem.seqlen_kv}"
+        text = " ".join(word for word in short_shape(problem).split() if word not in lengths)
+        groups.setdefault(text, []).append(problem)
+    return groups
 
 
 def _shortened(word: str) -> str:

@@ -121,7 +121,7 @@ def command(
     its speed is in GB/s, and its limit is a copy of device memory.
     """
     from flashtune.tuner.bench.driver import BenchRequest, report_of
-    from flashtune.tuner.cli.report.bench_plot import has_plotly, require_plotly
+    from flashtune.tuner.cli.report.chart_report import has_plotly, require_plotly
 
     lacks_plotly = plot_file is not None and not has_plotly()
     if lacks_plotly and markdown_file is None and save_file is None:

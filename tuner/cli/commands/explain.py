@@ -103,7 +103,7 @@ def _explain_models(
 ) -> None:
     """Prints whole models' attention, and plots it on request."""
     from flashtune.tuner.analysis.model_overview import overviews
-    from flashtune.tuner.cli.report.bench_plot import require_plotly
+    from flashtune.tuner.cli.report.chart_report import require_plotly
     from flashtune.tuner.cli.report.model_report import overview_page, print_overview
     from flashtune.tuner.tables.table_files import write_file
 

@@ -69,7 +69,7 @@ def command(
     The pages need neither a server nor a network. Their plots need plotly.
     """
     from flashtune.tuner.cli.html_report.stored_shapes import read_source
-    from flashtune.tuner.cli.report.bench_plot import require_plotly
+    from flashtune.tuner.cli.report.chart_report import require_plotly
 
     if out is None and (serve or study is None):
         raise UsageError("a report needs a folder: pass --out DIR, or --study URL alone for Optuna studies")

@@ -246,7 +246,7 @@ def _search(
     from flashtune.db.location import database_url, describe
     from flashtune.db.store import open_store
     from flashtune.tuner.cli.html_report.live_report import live_report
-    from flashtune.tuner.cli.report.bench_plot import require_plotly
+    from flashtune.tuner.cli.report.chart_report import require_plotly
     from flashtune.tuner.search.coverage import outlook
     from flashtune.tuner.search.executors.local import open_local
     from flashtune.tuner.search.progress import Display

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
+from flashtune.tuner.analysis.charts import Chart
 from flashtune.tuner.analysis.model_overview import Overview, Point, Way
 from flashtune.tuner.cli.output import UNFOLDED, grid, plain, print_heading, quantity
+from flashtune.tuner.cli.report.chart_report import charts_page
 from flashtune.tuner.workloads.model_sizes import Phase
-
-if TYPE_CHECKING:
-    from plotly.graph_objects import Figure
-
 
 WHAT = {
     Phase.PREFILL: "of a whole prompt",
@@ -22,11 +20,7 @@ WHAT = {
     Phase.TRAINING: "on whole sequences, both passes",
 }
 
-WIDTH = 1200
-PANEL_HEIGHT = 360
 GIB = 2**30
-# Distinguishable without colour vision.
-COLORS = {"unfused": "#999999", "flash": "#d55e00", "KV": "#0072b2", "speed-up": "#009e73"}
 PANELS = ("memory, GiB", "HBM traffic of all layers, GiB", "at least, ms", "speed-up by the roofline")
 
 Lines = dict[str, list[float]]
@@ -91,49 +85,19 @@ def _pair(head: str, overview: Overview, cell: Callable[[Way], str]) -> tuple[Co
 
 
 def overview_page(overviews: Sequence[Overview]) -> str:
-    """Returns a self-contained page of HTML: a row of panels for each overview."""
-    page: str = overview_figure(overviews).to_html(include_plotlyjs=True, full_html=True)
-    return page
-
-
-def overview_figure(overviews: Sequence[Overview]) -> Figure:
-    """Returns the plot: memory, traffic, times and speed-up over length, one row for each overview."""
-    from plotly.graph_objects import Scatter
-    from plotly.subplots import make_subplots
-
-    plot = make_subplots(
-        rows=len(overviews),
-        cols=len(PANELS),
-        subplot_titles=[f"{_title(overview)}: {panel}" for overview in overviews for panel in PANELS],
-        vertical_spacing=0.4 / len(overviews),
-    )
-    shown: set[str] = set()
-    for row, overview in enumerate(overviews, start=1):
-        lengths = [point.seqlen for point in overview.points]
-        for column, lines in enumerate(panels_of(overview.points), start=1):
-            for name, values in lines.items():
-                trace = Scatter(
-                    x=lengths,
-                    y=values,
-                    name=name,
-                    legendgroup=name,
-                    showlegend=name not in shown,
-                    mode="lines+markers",
-                    line={"color": COLORS[name]},
-                )
-                plot.add_trace(trace, row=row, col=column)
-                shown.add(name)
-    lengths = sorted({point.seqlen for overview in overviews for point in overview.points})
-    plot.update_xaxes(type="log", title_text="tokens", tickvals=lengths)
-    plot.update_yaxes(type="log")
-    plot.update_annotations(font_size=11)
-    plot.update_layout(
-        title=f"Attention on {overviews[0].target}",
-        template="plotly_white",
-        width=WIDTH,
-        height=PANEL_HEIGHT * len(overviews) + 120,
-    )
-    return plot
+    """Returns a self-contained page of HTML: memory, traffic, times and speed-up of each overview."""
+    charts = [
+        Chart(
+            title=f"{_title(overview)}: {panel}",
+            across="tokens",
+            positions=tuple(point.seqlen for point in overview.points),
+            unit=panel.rpartition(", ")[2],
+            lines={name: tuple(values) for name, values in lines.items()},
+        )
+        for overview in overviews
+        for panel, lines in zip(PANELS, panels_of(overview.points), strict=True)
+    ]
+    return charts_page(charts, f"Attention on {overviews[0].target}")
 
 
 def _title(overview: Overview) -> str:

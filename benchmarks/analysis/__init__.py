@@ -1,0 +1,1 @@
+"""Charts of `flashtune analyze` on the pages, and the measurements that they need."""
