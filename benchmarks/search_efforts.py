@@ -3,6 +3,8 @@
     python -m benchmarks.search_efforts all --save nvidia-h200-efforts.json.gz
     python -m benchmarks.search_efforts searches --effort quick --shapes 0:2 --save quick.json
     python -m benchmarks.search_efforts parts --shapes 0:1
+    python -m benchmarks.search_efforts devices --devices 0,1 --effort quick --save two.json
+    python -m benchmarks.search_efforts picks --given one.json two.json --save picks.json.gz
 
 `all` takes 8 minutes on four GPUs with 16 cores each. The shapes are divided among the GPUs, and one is
 searched at a time on each. It runs these searches in this order, and starts none that may end late:
@@ -13,10 +15,12 @@ searched at a time on each. It runs these searches in this order, and starts non
 
 Then the picks of each shape are timed in one run on its GPU. With `--resume FILE`, searches of an earlier run
 are not repeated, and their picks are timed with the others. `searches` searches shapes in one process, and
-`parts` times the parts of evaluating one candidate.
+`parts` times the parts of evaluating one candidate. `devices` searches all shapes on some GPUs of one model,
+as one `flashtune search` does with empty caches. `picks` times the picks of several such runs in one run.
 """
 
 import argparse
+import functools
 import itertools
 import math
 import os
@@ -168,7 +172,7 @@ def searched(job: Job, began: float, database: Path) -> Iterator[Searched]:
     from flashtune.tuner.execution.processes import start_server
 
     start_server()
-    from flashtune.db.codec import encode_record
+    from flashtune.db.codec import encode_record, without_gpu
     from flashtune.db.store import open_store
     from flashtune.tuner.execution.backend import open_workers
     from flashtune.tuner.search.driver import run_search
@@ -194,7 +198,8 @@ def searched(job: Job, began: float, database: Path) -> Iterator[Searched]:
                 if ms and (not best or ms < best[-1][1]):
                     best.append((now, ms))
 
-            result = run_search(request, store, observe, equipment, following=following)
+            ahead = functools.partial(lambda later: later, following)
+            result = run_search(request, store, observe, equipment, following=ahead)
             spans = tuple((name, begin - began, end - began) for name, begin, end in probe.spans)
             probe.spans.clear()
             yield Searched(
@@ -210,7 +215,7 @@ def searched(job: Job, began: float, database: Path) -> Iterator[Searched]:
                 stop=result.stop.value,
                 spans=spans,
                 best=tuple(best),
-                record=encode_record(result.best).decode() if result.best else None,
+                record=encode_record(without_gpu(result.best)).decode() if result.best else None,
             )
             began = time.time()
 
@@ -491,12 +496,13 @@ def cost(first: Searched, second: Searched) -> float:
 def main() -> None:
     """Runs one of the commands."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("command", choices=("all", "searches", "parts", "time"))
+    parser.add_argument("command", choices=("all", "searches", "parts", "time", "devices", "picks"))
     parser.add_argument("--minutes", type=float, default=8.0, help="time of all, from its start")
     parser.add_argument("--effort", type=Effort, default=Effort.DEFAULT)
     parser.add_argument("--shapes", default="0:1", help="a range of SHAPES")
-    parser.add_argument("--given", type=Path, help="a job, or searches to time")
+    parser.add_argument("--given", type=Path, nargs="+", help="a job, searches to time, or runs of devices")
     parser.add_argument("--resume", type=Path, help="the saved file of an earlier run of all")
+    parser.add_argument("--devices", default="0", help="indexes of GPUs, such as 0,1")
     parser.add_argument("--cores")
     parser.add_argument("--began", type=float)
     parser.add_argument("--save", type=Path, required=True)
@@ -510,14 +516,17 @@ def main() -> None:
         return
     if arguments.cores:
         os.sched_setaffinity(0, {*map(int, arguments.cores.split(","))})
+    if arguments.command in ("devices", "picks"):
+        _run_on_devices(arguments, began)
+        return
     rows: list[Any] = []
     if arguments.command == "time":
-        rows = timed(msgspec.json.decode(arguments.given.read_bytes(), type=list[Searched]))
+        rows = timed(msgspec.json.decode(arguments.given[0].read_bytes(), type=list[Searched]))
         arguments.save.write_bytes(msgspec.json.encode(rows))
         return
     job = Job(tuple(range(len(SHAPES))[slice(*map(int, arguments.shapes.split(":")))]), arguments.effort)
     if arguments.given:
-        job = msgspec.json.decode(arguments.given.read_bytes(), type=Job)
+        job = msgspec.json.decode(arguments.given[0].read_bytes(), type=Job)
     with tempfile.TemporaryDirectory() as folder:
         results: Iterator[Any]
         if arguments.command == "parts":
@@ -529,6 +538,24 @@ def main() -> None:
             print(line(row) if isinstance(row, Searched) else row, flush=True)
             # Searches that end later may exceed the time limit.
             arguments.save.write_bytes(msgspec.json.encode(rows))
+
+
+def _run_on_devices(arguments: argparse.Namespace, began: float) -> None:
+    """Runs the command `devices` or `picks`."""
+    from benchmarks.device_searches import DeviceRun, comparison, searched_on, with_picks
+    from benchmarks.saved import save
+
+    if arguments.command == "picks":
+        given = [msgspec.json.decode(path.read_bytes(), type=DeviceRun) for path in arguments.given]
+        runs = with_picks(given)
+        save(arguments.save, runs)
+        print("\n".join(comparison(runs)))
+        return
+    devices = [*map(int, arguments.devices.split(","))]
+    with tempfile.TemporaryDirectory() as folder:
+        run = searched_on(devices, arguments.effort, began, Path(folder))
+    arguments.save.write_bytes(msgspec.json.encode(run))
+    print(f"{len(run.searches)} shapes on {len(devices)} GPUs in {run.seconds:.1f} s")
 
 
 if __name__ == "__main__":

@@ -64,6 +64,14 @@ def encode_record(record: Record) -> bytes:
     return raw
 
 
+def without_gpu(record: Record) -> Record:
+    """Returns the record without the physical GPU and its clock, which tables and hashes omit."""
+    if record.measurement is None:
+        return record
+    measurement = msgspec.structs.replace(record.measurement, gpu_uuid=msgspec.UNSET, clock_mhz=msgspec.UNSET)
+    return msgspec.structs.replace(record, measurement=measurement)
+
+
 def decode_record(raw: bytes) -> Record:
     """Returns the record in JSON that `encode_record` made, or in a row or file."""
     if len(raw) > MAX_RECORD_BYTES:

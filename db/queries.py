@@ -26,7 +26,7 @@ from sqlalchemy import (
 )
 
 from flashtune.core.record import Record
-from flashtune.db.codec import Check, encode_check, encode_record, fingerprint
+from flashtune.db.codec import Check, encode_check, encode_record, fingerprint, without_gpu
 from flashtune.db.eligibility import is_better_selection, serves_any_tensors
 from flashtune.db.limits import bounded
 from flashtune.db.schema import CHECKS, FALLBACKS, RECORDS, SELECTIONS
@@ -85,10 +85,10 @@ def insert_records(connection: Connection, records: list[Record], created_at: st
 def _columns(record: Record, created_at: str) -> dict[str, object]:
     """Returns a record as a row."""
     payload = encode_record(record)
-    evidence = record
+    evidence = without_gpu(record)
     if record.resources is not None:
         resources = msgspec.structs.replace(record.resources, compile_seconds=0.0)
-        evidence = msgspec.structs.replace(record, resources=resources)
+        evidence = msgspec.structs.replace(evidence, resources=resources)
     return {
         "content_hash": fingerprint(encode_record(evidence)),
         "created_at": created_at,

@@ -40,8 +40,8 @@ RECORDS = Table(
     "records",
     METADATA,
     Column("id", Integer, nullable=False),
-    # Hash of `payload` without the time of compilation: an equal record is stored once, however often it is
-    # added or merged.
+    # Hash of `payload` without the time of compilation and the physical GPU: an equal record is stored once,
+    # however often it is added, merged or imported.
     Column("content_hash", String(32), nullable=False),
     Column("created_at", String(32), nullable=False),
     Column("problem_key", String, nullable=False),

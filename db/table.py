@@ -23,6 +23,7 @@ from flashtune.db.codec import (
     decode_record,
     encode_record,
     fingerprint,
+    without_gpu,
 )
 from flashtune.db.eligibility import serves_any_tensors, why_not_selectable
 
@@ -188,11 +189,11 @@ def check_table(table: TunedTable, where: str) -> None:
 
 
 def _ordered(table: TunedTable) -> list[Record]:
-    """Sorts by computation, then by size: neighbours in the file have similar shapes.
+    """Sorts by computation, then by size: neighbours in the file have similar shapes. Omits physical GPUs.
 
     A selection precedes its fallback.
     """
-    return sorted(table.records, key=_order)
+    return sorted(map(without_gpu, table.records), key=_order)
 
 
 def _order(record: Record) -> tuple[str | int | bool, ...]:

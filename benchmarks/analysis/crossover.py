@@ -41,7 +41,7 @@ def main() -> None:
         save(options.save, run)
 
     try:
-        run_benches(BenchRequest(problems, 0, (UNFUSED,), ROUNDS, "benchmarks.analysis.crossover"), watch)
+        run_benches(BenchRequest(problems, (0,), (UNFUSED,), ROUNDS, "benchmarks.analysis.crossover"), watch)
     except FlashtuneError as error:
         sys.exit(f"error: {error}")
 

@@ -108,6 +108,7 @@ class Replay:
     Attributes:
         provenance: Times were measured, though not now.
         tried: All finished candidates, in order.
+        width: The number of compilers.
     """
 
     provenance = Provenance.MEASURED
@@ -122,11 +123,11 @@ class Replay:
         self._compilers = Servers(self.clock, jobs)
         self._gpu = Servers(self.clock, 1)
         self.tried: list[SimulatedTrial] = []
-        self._jobs = jobs
+        self.width = jobs
 
     def equipment(self) -> SearchWorkers:
         """The compiler, measurer and clock of a search."""
-        return SearchWorkers(self, self, self._jobs, self.clock)
+        return SearchWorkers(self, self, self.clock)
 
     def submit(self, scope: SearchTask, candidate: Candidate) -> Future[Compiled]:
         """Compiles, in as long as it took when the table was made."""

@@ -121,6 +121,9 @@ class Measurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # mask for each sequence, head and row.
     # Omitted from stored records if unset, like `Resources.warps`.
     shared: tuple[SharedTime, ...] | msgspec.UnsetType = msgspec.UNSET
+    # The UUID of the physical GPU, and the clock of its SMs after the samples. Tables omit both.
+    gpu_uuid: ShortText | msgspec.UnsetType = msgspec.UNSET
+    clock_mhz: NonNegative | msgspec.UnsetType = msgspec.UNSET
 
     def __post_init__(self) -> None:
         if not self.p20 <= self.ms <= self.p80:

@@ -3,13 +3,15 @@
 import datetime
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from benchmarks import efforts_report
+from benchmarks import device_searches, efforts_report
+from benchmarks.device_searches import DeviceRun, comparison, with_picks
 from benchmarks.saved import Saved, Source
 from benchmarks.search_efforts import FIRST, SHAPES, Efforts, Job, Lane, Parts, Searched, jobs_of, summary
 from flashtune.db.codec import encode_record
@@ -120,3 +122,16 @@ def test_lane_saves_finished_searches_and_starts_none_that_may_end_late(
     late.run()
     assert late.searches == lane.searches
     assert late.left_out == lane.left_out
+
+
+def test_runs_on_devices_are_compared_with_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = tuple(search(Job((shape,), Effort.QUICK), shape, 0) for shape in range(2))
+    runs = [DeviceRun((0,), 16, 100.0, rows), DeviceRun((0, 1), 32, 50.0, rows)]
+
+    def timed(given: Sequence[Searched]) -> list[Searched]:
+        return [msgspec.structs.replace(row, pick_ms=2.0 if row.turn else 1.0) for row in given]
+
+    monkeypatch.setattr(device_searches, "timed", timed)
+    one, two = comparison(with_picks(runs))
+    assert "100.0 s, 1.000 of the first; speed of the picks 1.0000" in one
+    assert two.startswith("GPUs 0,1, 32 cores: 50.0 s, 0.500 of the first; speed of the picks 0.5000")

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from flashtune.core.errors import TableError
@@ -11,6 +12,7 @@ from flashtune.core.problem import Causal
 from flashtune.core.record import Provenance
 from flashtune.core.target import TARGETS
 from flashtune.db import table as tables
+from flashtune.db.store import open_store
 from flashtune.db.table import (
     TunedTable,
     check_table,
@@ -55,6 +57,20 @@ def test_order_does_not_change_the_bytes_or_the_hash(table: TunedTable) -> None:
     turned = TunedTable(target=TARGET, records=table.records[::-1])
     assert dump_table(turned) == dump_table(table)
     assert table_hash(turned) == table_hash(table)
+
+
+def test_tables_omit_the_physical_gpu_and_its_records_are_known_again(tmp_path: Path) -> None:
+    plain = make_record()
+    assert plain.measurement is not None
+    timed = msgspec.structs.replace(plain.measurement, gpu_uuid="a-b-c", clock_mhz=1980)
+    record = msgspec.structs.replace(plain, measurement=timed)
+    of_gpu, without = (TunedTable(target=TARGET, records=(each,)) for each in (record, plain))
+    assert dump_table(of_gpu) == dump_table(without)
+    assert table_hash(of_gpu) == table_hash(without)
+    with open_store(str(tmp_path / "records.sqlite")) as store:
+        store.pin(store.add(record))
+        assert store.merge_tables(without).records_known == 1
+        assert [entry.record for entry in store.records()] == [record]
 
 
 def test_hash_does_not_depend_on_json_layout(table: TunedTable) -> None:

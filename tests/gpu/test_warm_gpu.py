@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.gpu.marks import SERVED
 
@@ -49,3 +50,18 @@ def test_first_call_after_warm_neither_compiles_nor_checks(
     warm = subprocess.run([sys.executable, "-c", FIRST_CALL], capture_output=True, text=True)
     assert warm.returncode == 0, warm.stderr
     assert warm.stdout == "True\n"
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_warm_and_bench_use_two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHTUNE_DB", str(tmp_path / "records.sqlite"))
+    command = [sys.executable, "-m", "flashtune.tuner.cli"]
+    options = ["--shape", SHAPE, "--shape", SHAPE.replace("777", "888"), "--devices", "0,1", "--json"]
+    warmed = subprocess.run([*command, "warm", *options], capture_output=True, text=True)
+    assert warmed.returncode == 0, warmed.stderr
+    assert {row["loaded"] for row in json.loads(warmed.stdout)} == {True}
+    timed = subprocess.run([*command, "bench", *options], capture_output=True, text=True)
+    assert timed.returncode == 0, timed.stderr
+    benches = json.loads(timed.stdout)["run"]["benches"]
+    assert [bench["problem"]["seqlen_q"] for bench in benches] == [777, 888]
+    assert all(bench["rows"] for bench in benches)

@@ -20,13 +20,12 @@ from flashtune.dispatch.versions import current_versions
 from flashtune.tuner.bench import backward
 from flashtune.tuner.bench.admission import Admitted, Bind, admit, capture, capture_here
 from flashtune.tuner.bench.calls import bind_program, program_call, require_call, selected
-from flashtune.tuner.bench.ceiling import clock_mhz
 from flashtune.tuner.bench.judging import output_judge
 from flashtune.tuner.bench.peer_runs import PEERS, Call, Contestant, bind_peer
 from flashtune.tuner.bench.results import OURS, Bench, LeftOut, Row
 from flashtune.tuner.execution.inputs import Tensors, make_tensors
 from flashtune.tuner.execution.sdpa import precision_of
-from flashtune.tuner.execution.timing import measure_interleaved, measure_sustained
+from flashtune.tuner.execution.timing import clock_mhz, measure_interleaved, measure_sustained
 from flashtune.tuner.workloads.work import operations
 
 ROUNDS = 21

@@ -8,14 +8,12 @@ from flashtune.core.layouts import TORCH_DTYPES
 from flashtune.core.problem import Dtype
 from flashtune.tuner.bench.results import Ceiling, Copy
 from flashtune.tuner.execution.sdpa import precision_of
-from flashtune.tuner.execution.timing import Run, measure_interleaved
+from flashtune.tuner.execution.timing import Run, clock_mhz, measure_interleaved
 
 # Large enough to make wave quantization, edges and launches negligible.
 SIDE = 8192
 # Much larger than any last-level cache.
 COPIED_BYTES = 2**29
-# Cycles of one clock measurement: about a millisecond. Long enough for events, short for clock control.
-CLOCK_CYCLES = 2_000_000
 
 
 def measure_ceiling(dtype: Dtype, device: torch.device, *, rounds: int) -> Ceiling:
@@ -52,18 +50,3 @@ def measure_copy(device: torch.device, *, rounds: int) -> Copy:
         (measured,) = measure_interleaved([run], device, rounds=rounds)
     moved = 2 * COPIED_BYTES
     return Copy(moved, measured.ms, moved / measured.ms / 1e6)
-
-
-def clock_mhz(device: torch.device) -> float:
-    """Returns the current clock of the SMs, from the duration of a fixed number of cycles.
-
-    After other work in the same queue, this is the clock that the work reached.
-    """
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    with torch.cuda.device(device):
-        start.record()
-        torch.cuda._sleep(CLOCK_CYCLES)
-        end.record()
-        torch.cuda.synchronize(device)
-    milliseconds: float = start.elapsed_time(end)
-    return CLOCK_CYCLES / milliseconds / 1e3

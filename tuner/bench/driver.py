@@ -1,5 +1,6 @@
 """Runs `flashtune bench` over several problems, after it compiles their kernels in parallel."""
 
+import functools
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -19,17 +20,20 @@ from flashtune.tuner.bench.results import BenchRun, Environment
 from flashtune.tuner.bench.summary import Against, OfCopy, Ratios, against, of_copy, ratios
 from flashtune.tuner.candidates import contiguous_specialization
 from flashtune.tuner.execution.compile_pool import Compiled
+from flashtune.tuner.execution.device_jobs import run_on_devices
 from flashtune.tuner.tables.warm import compile_needs, needs_of
 
 # Starting compiler processes takes seconds, which pays off only for more than a few kernels.
 COMPILED_HERE = 3
+# Time limit of a problem in a process: some peers are compiled for minutes.
+BENCH_SECONDS = 900.0
 
 
 class BenchRequest(msgspec.Struct, frozen=True):
     """The problems and options of a run."""
 
     problems: tuple[Problem, ...]  # At least one, none empty.
-    device: int  # Index of the GPU.
+    devices: tuple[int, ...]  # Indexes of the GPUs, which are of one model.
     peers: tuple[str, ...]  # Baselines of the selected kernels.
     rounds: int  # Samples of each contestant.
     command: str  # The command line, for the report.
@@ -68,29 +72,30 @@ def read_report(data: bytes, name: str) -> BenchRun:
 
 
 def run_benches(request: BenchRequest, watch: Callable[[BenchRun], None]) -> BenchRun:
-    """Times all problems in order.
+    """Times all problems in order, or on several GPUs each in a process of its GPU.
 
     `watch` is called after each problem with the results so far.
     """
     require_gpu()
     for problem in request.problems:
         require_work(problem)
-    target = device_target(request.device)
+    target = device_target(request.devices[0])
     if len(request.problems) > COMPILED_HERE:
         compile_ahead(request.problems, target)
-    device = torch.device("cuda", request.device)
+    device = torch.device("cuda", request.devices[0])
     dtypes = dict.fromkeys(problem.dtype for problem in request.problems)
     ceilings = tuple(measure_ceiling(dtype, device, rounds=request.rounds) for dtype in dtypes)
     copy = measure_copy(device, rounds=request.rounds)
     run = BenchRun(request.command, environment(device), ceilings, (), copy)
-    for problem in request.problems:
-        bench = run_bench(
-            problem,
-            request.device,
-            peers=request.peers,
-            rounds=request.rounds,
-            sustained=request.sustained,
-        )
+    timed = functools.partial(
+        run_bench, peers=request.peers, rounds=request.rounds, sustained=request.sustained
+    )
+    jobs = [(problem,) for problem in request.problems]
+    for bench in (
+        run_on_devices(timed, jobs, request.devices, BENCH_SECONDS)
+        if len(request.devices) > 1
+        else (timed(problem, request.devices[0]) for problem in request.problems)
+    ):
         run = msgspec.structs.replace(run, benches=(*run.benches, bench))
         watch(run)
     return run

@@ -28,7 +28,7 @@ SECTIONS: dict[str, frozenset[str]] = {
             "grids",
         }
     ),
-    "GPU": frozenset({"target_name", "target_names", "device"}),
+    "GPU": frozenset({"target_name", "target_names", "device", "devices"}),
     "Options": frozenset(),
     "Output": frozenset(
         {"as_json", "quiet", "verbose", "progress", "out", "markdown", "plot", "save", "study", "report"}

@@ -2,6 +2,8 @@
 
 - `problem_options` passes `problems: tuple[Problem, ...]`.
 - `target_options` passes `target: Target` and `device: int | None`.
+- `targets_options` passes `target: Target` and `devices: tuple[int, ...]`, empty to work offline.
+- `devices_option` passes `devices: str | None`, which `find_gpus` reads.
 - `kernel_options` passes `family: str | None` and `config: str | None`.
 - `database_option` passes `db: str | None`.
 - `json_option` passes `as_json: bool`.
@@ -17,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import click
 
-from flashtune.core.errors import UsageError
+from flashtune.core.errors import UsageError, printable
 from flashtune.core.machine import TARGET_VARIABLE
 from flashtune.tuner.workloads.model_sizes import (
     DEFAULT_BATCH,
@@ -253,6 +255,19 @@ def file_option(
     return click.option(f"--{flag}", name or f"{flag}_file", type=kind, metavar="FILE", help=text)
 
 
+DEVICE_OPTION = click.option(
+    "--device", type=click.IntRange(min=0), metavar="INDEX", help="GPU of this machine to use. Default: 0."
+)
+TARGET_OPTIONS = (
+    target_option(
+        envvar=TARGET_VARIABLE,
+        help="GPU to work for, without using it, such as h100; `flashtune targets` lists them. "
+        f"Default: {TARGET_VARIABLE}, otherwise the GPU of this machine.",
+    ),
+    DEVICE_OPTION,
+)
+
+
 def target_options(command: AnyCommand) -> AnyCommand:
     """Adds --target and --device; the command gets `target`, and `device` (None works offline)."""
 
@@ -263,20 +278,64 @@ def target_options(command: AnyCommand) -> AnyCommand:
         target, index = _resolve_target(target_name, device)
         return command(*args, target=target, device=index, **kwargs)
 
-    options = (
-        target_option(
-            envvar=TARGET_VARIABLE,
-            help="GPU to work for, without using it, such as h100; `flashtune targets` lists them. "
-            f"Default: {TARGET_VARIABLE}, otherwise the GPU of this machine.",
-        ),
-        click.option(
-            "--device",
-            type=click.IntRange(min=0),
-            metavar="INDEX",
-            help="GPU of this machine to use. Default: 0.",
-        ),
-    )
-    return apply_options(options, with_target)
+    return apply_options(TARGET_OPTIONS, with_target)
+
+
+def targets_options(command: AnyCommand) -> AnyCommand:
+    """Adds --target, --device and --devices; the command gets `target` and `devices`, maybe none."""
+
+    @functools.wraps(command)
+    def with_targets(
+        *args: Any, target_name: str | None, device: int | None, devices: str | None, **kwargs: Any
+    ) -> Any:
+        if (device is not None or devices is not None) and _from_environment("target_name"):
+            target_name = None
+        if devices is None:
+            target, index = _resolve_target(target_name, device)
+            indexes: tuple[int, ...] = () if index is None else (index,)
+        elif target_name is not None or device is not None:
+            raise UsageError("--target, --device and --devices exclude each other: use one of them")
+        else:
+            indexes, target = find_gpus(devices)
+        return command(*args, target=target, devices=indexes, **kwargs)
+
+    return apply_options((*TARGET_OPTIONS, devices_option()), with_targets)
+
+
+def devices_option(**settings: Any) -> Callable[[AnyCommand], AnyCommand]:
+    """Returns an option --devices."""
+    text = "GPUs of this machine to use at once, all or some such as 0,1. They are of one model."
+    return click.option("--devices", metavar="all|I,J", help=text, **settings)
+
+
+def chosen_gpus(device: int | None, devices: str | None) -> tuple[int, ...]:
+    """Returns the GPUs of --device and --devices, by default the first."""
+    if devices is None:
+        return (device or 0,)
+    if device is not None:
+        raise UsageError("--device and --devices exclude each other: use one of them")
+    return find_gpus(devices)[0]
+
+
+def find_gpus(devices: str) -> tuple[tuple[int, ...], Target]:
+    """Returns the GPUs that --devices names, which are of one model, and their target."""
+    import torch
+
+    from flashtune.core.target import device_target
+
+    count = torch.cuda.device_count()
+    if not count:
+        raise UsageError("--devices needs a GPU, and none is visible: run it on a machine with one")
+    named = [*map(str, range(count))] if devices == "all" else devices.split(",")
+    if not all(name.isdecimal() and int(name) < count for name in named):
+        raise UsageError(
+            f"--devices is {printable(devices)}: write all, or numbers below {count} such as 0,1"
+        )
+    indexes = tuple(dict.fromkeys(map(int, named)))
+    targets = {target.name: target for target in map(device_target, indexes)}
+    if len(targets) > 1:
+        raise UsageError(f"the GPUs are {' and '.join(targets)}: name GPUs of one model by --devices")
+    return indexes, targets.popitem()[1]
 
 
 def _from_environment(name: str) -> bool:

@@ -4,8 +4,9 @@ A simulation of a search has implementations of its own.
 """
 
 import contextlib
+import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, wait
 from typing import Any, NamedTuple, Protocol
 
@@ -50,30 +51,66 @@ class WallClock:
         wait(pending, return_when=ALL_COMPLETED)
 
 
+class StoppableClock(WallClock):
+    """The clock of a search in a thread. Its waits raise `KeyboardInterrupt` after `stop` was called."""
+
+    def __init__(self) -> None:
+        self._stopped = threading.Event()
+
+    def stop(self) -> None:
+        """Ends the waits of all threads."""
+        self._stopped.set()
+
+    def wait_for_any(self, pending: Collection[Future[Any]]) -> None:
+        """Returns when one of the futures is done, at the latest after `HEARTBEAT`."""
+        super().wait_for_any(pending)
+        if self._stopped.is_set():
+            raise KeyboardInterrupt
+
+    def wait_for_all(self, pending: Collection[Future[Any]]) -> None:
+        """Returns when all of the futures are done."""
+        while waiting := [job for job in pending if not job.done()]:
+            self.wait_for_any(waiting)
+
+
 class SearchWorkers(NamedTuple):
     """The compiler, measurer and clock of a search."""
 
     compiler: SearchCompiler  # Compiles candidates, several at once.
     measurer: Measurer  # Verifies and times candidates, or predicts their times.
-    width: int = 1  # Number of candidates that compile at once.
     clock: Clock = WallClock()
+
+
+class HostWorkers(NamedTuple):
+    """The compile pool of a host, and the measurer of each of its GPUs, or a predictor without one."""
+
+    compiler: CompilePool
+    measurers: dict[int | None, Measurer]
+
+
+@contextlib.contextmanager
+def open_host(devices: Sequence[int], jobs: int | None = None) -> Iterator[HostWorkers]:
+    """Starts the processes of searches on some GPUs, and stops them when the context ends.
+
+    Without devices, times are predicted. By default there is one compiler process per core, less one for
+    each GPU.
+    """
+    with contextlib.ExitStack() as stack:
+        measurers: dict[int | None, Measurer] = {
+            device: stack.enter_context(GpuWorker(device)) for device in devices
+        }
+        compiler = stack.enter_context(CompilePool(compilers_of(devices, jobs)))
+        compiler.start()
+        yield HostWorkers(compiler, measurers or {None: Predictor()})
 
 
 @contextlib.contextmanager
 def open_workers(device: int | None, jobs: int | None = None) -> Iterator[SearchWorkers]:
-    """Starts the processes of a search, and stops them when the context ends.
-
-    Without a device, times are predicted. By default there is one compiler process per core, less one if a
-    GPU is used.
-    """
-    width = compilers_of(device, jobs)
-    with contextlib.ExitStack() as stack:
-        measurer: Measurer = Predictor() if device is None else stack.enter_context(GpuWorker(device))
-        compiler = stack.enter_context(CompilePool(width))
-        compiler.start()
-        yield SearchWorkers(compiler, measurer, width)
+    """Starts the processes of searches on one GPU, as `open_host`."""
+    with open_host(() if device is None else (device,), jobs) as host:
+        yield SearchWorkers(host.compiler, host.measurers[device])
 
 
-def compilers_of(device: int | None, jobs: int | None = None) -> int:
-    """Returns the number of compiler processes: `jobs`, or one per core, less one if a GPU is used."""
-    return jobs or max(1, available_cpus() - (device is not None))
+def compilers_of(devices: Sequence[int], jobs: int | None = None) -> int:
+    """Returns the number of compiler processes: `jobs`, or one per core, less one for each GPU."""
+    return jobs or max(1, available_cpus() - len(devices))

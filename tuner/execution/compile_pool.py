@@ -1,5 +1,7 @@
 """Compilation of candidates in worker processes, with a time limit."""
 
+import math
+from collections.abc import Callable
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Protocol, Self
@@ -49,13 +51,22 @@ class Compiler(Protocol):
 class SearchCompiler(Compiler, Protocol):
     """The compiler of a search."""
 
+    @property
+    def width(self) -> int:
+        """Returns the number of candidates that the search may compile at once."""
+        ...
+
     def compile_delayed(self, scope: SearchTask, candidate: Candidate) -> None:
         """Compiles a candidate with random delays into Triton's cache. Does not wait."""
         ...
 
 
 class CompilePool:
-    """Compiles candidates in worker processes. Several searches can use one pool in turn."""
+    """Compiles candidates in worker processes. Several searches can use one pool, in turn or at once.
+
+    Attributes:
+        width: The number of processes.
+    """
 
     def __init__(self, workers: int, seconds: float = COMPILE_SECONDS, *, sizes_only: bool = False) -> None:
         """Makes the pool. The first candidate starts the processes.
@@ -65,6 +76,7 @@ class CompilePool:
         """
         self._seconds = seconds
         self._sizes_only = sizes_only
+        self.width = workers
         self._workers = Workers(workers)
         self._delayed: set[tuple[Problem, Candidate, Specialization]] = set()
 
@@ -114,6 +126,22 @@ class CompilePool:
         arguments = (scope.problem, candidate, scope.specialization, scope.target)
         compiling = compile_sizes if self._sizes_only else compile_candidate
         self._workers.supervise(compiling, arguments, self._seconds, settled, settle)
+
+
+class CompilerShare:
+    """The share of one of several searches in a pool, so that none of them fills the pool's queue."""
+
+    def __init__(self, pool: SearchCompiler, searches: Callable[[], int]) -> None:
+        """`searches` returns the number of running searches, which share the pool equally."""
+        self._pool = pool
+        self._searches = searches
+        self.submit = pool.submit
+        self.compile_delayed = pool.compile_delayed
+
+    @property
+    def width(self) -> int:
+        """Returns the share, rounded up."""
+        return math.ceil(self._pool.width / max(1, self._searches()))
 
 
 def _may_pass(job: Future[Compiled], lost: LostJob | None) -> bool:

@@ -15,6 +15,7 @@ from flashtune.core.record import Measurement, Outcome, Provenance, Verdict
 from flashtune.templates.registry import find_family
 from flashtune.tuner.candidates import Candidate, SearchTask
 from flashtune.tuner.execution.compile_pool import Compiled
+from flashtune.tuner.execution.processes import NOTHING_LOST
 from flashtune.tuner.perf_model.prediction import expected_ms, shipped_fit
 
 Result = TypeVar("Result")
@@ -24,6 +25,11 @@ MachineCode = tuple[tuple[Entry, dict[str, bytes]], ...]
 
 class DeviceLostError(FlashtuneError):
     """The GPU is gone or cannot be used. Finished candidates are stored."""
+
+    @property
+    def reason(self) -> str:
+        """The part of the message that names the GPU and the reason."""
+        return str(self).removesuffix(f": {NOTHING_LOST}")
 
 
 class Evaluation(msgspec.Struct, frozen=True):
@@ -70,9 +76,7 @@ class Measurer(Protocol):
 
 def lost_device(device: int, reason: str) -> DeviceLostError:
     """Returns the error for a GPU that cannot be used, with the reason."""
-    return DeviceLostError(
-        f"GPU {device} cannot be used ({reason}): what was finished is stored, and the same command goes on"
-    )
+    return DeviceLostError(f"GPU {device} cannot be used ({reason}): {NOTHING_LOST}")
 
 
 class Predictor:

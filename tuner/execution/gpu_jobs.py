@@ -31,7 +31,7 @@ from flashtune.tuner.execution.evaluation import Evaluation, MachineCode, lost_d
 from flashtune.tuner.execution.inputs import Tensors, make_tensors
 from flashtune.tuner.execution.processes import lacked_memory
 from flashtune.tuner.execution.timed_runs import kernel_run, run_finals
-from flashtune.tuner.execution.timing import clock_probe, measure, once
+from flashtune.tuner.execution.timing import clock_probe, measure, on_gpu, once
 from flashtune.verification.cases import Level
 from flashtune.verification.check import check_delayed, check_kernel, check_rendered, preload
 from flashtune.verification.passes import forget
@@ -116,7 +116,8 @@ def evaluate_candidate(
         if not verdict.passed:
             return Evaluation(Outcome.WRONG_RESULT, verdict, message=verdict.failed)
         throttled = clock_probe(index).is_throttled()
-        measurement = measure(run, device, drop_above_ms=drop_above_ms, throttled=throttled)
+        timed = measure(run, device, drop_above_ms=drop_above_ms, throttled=throttled)
+        (measurement,) = on_gpu([timed], device)
         if pruned and drop_above_ms is not None:
             if measurement.ms > drop_above_ms:
                 return Evaluation(Outcome.OK, None, measurement, UNPROVEN)

@@ -26,6 +26,7 @@ from flashtune.tuner.execution.timing import (
     Run,
     measure_interleaved,
     measure_sustained,
+    on_gpu,
 )
 from flashtune.tuner.workloads.models import forward_of
 
@@ -148,7 +149,8 @@ def run_finals(
         tensors = make_tensors(problem, device, lse=specialization.lse)
         runs = [kernel_run(problem, candidate, specialization, target, tensors) for candidate in candidates]
         measured, peers = _with_peers(runs, list(peer_runs(problem, tensors)), device, rounds)
-        own = _time_closest(runs, measured, device, rounds, closest_seconds)
+        closest = _time_closest(runs, measured, device, rounds, closest_seconds)
+        own = on_gpu(closest, device)
         results = [msgspec.structs.replace(measurement, peers=peers) for measurement in own]
         if results and timed_ways(problem):
             fastest = min(own, key=lambda measurement: measurement.ms)

@@ -8,8 +8,9 @@ import functools
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
+import msgspec
 import torch
 
 from flashtune.core.record import Measurement
@@ -32,6 +33,8 @@ BUDGET_MS = 60.0
 # The GPU is throttled if the reference workload takes this many times its best time.
 THROTTLED_DRIFT = 1.05
 REFERENCE_SIDE = 4096
+# Cycles of one clock measurement: about a millisecond. Long enough for events, short for clock control.
+CLOCK_CYCLES = 2_000_000
 # A launch repeats for this time, in seconds. Under a power limit its clock settles in the first half.
 SUSTAINED_SECONDS = 0.6
 
@@ -169,6 +172,27 @@ class ClockProbe:
 def clock_probe(index: int) -> ClockProbe:
     """Returns the probe of a GPU. Cached, because it compares with its earlier times."""
     return ClockProbe(index)
+
+
+def clock_mhz(device: torch.device) -> float:
+    """Returns the current clock of the SMs, from the duration of a fixed number of cycles.
+
+    After other work in the same queue, this is the clock that the work reached.
+    """
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    with torch.cuda.device(device):
+        start.record()
+        torch.cuda._sleep(CLOCK_CYCLES)
+        end.record()
+        torch.cuda.synchronize(device)
+    milliseconds: float = start.elapsed_time(end)
+    return CLOCK_CYCLES / milliseconds / 1e3
+
+
+def on_gpu(measured: Iterable[Measurement], device: torch.device) -> list[Measurement]:
+    """Returns measurements with the physical GPU and its present clock."""
+    uuid, clock = str(torch.cuda.get_device_properties(device).uuid), round(clock_mhz(device))
+    return [msgspec.structs.replace(each, gpu_uuid=uuid, clock_mhz=clock) for each in measured]
 
 
 def summarize(samples: Sequence[float], *, throttled: bool = False) -> Measurement:

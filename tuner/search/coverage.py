@@ -68,15 +68,17 @@ def usual_compile_seconds(*sources: Iterable[Record]) -> float:
     return USUAL_SECONDS
 
 
-def outlook(expected: tuple[Expectation, ...]) -> str:
+def outlook(expected: tuple[Expectation, ...], gpus: int = 1) -> str:
     """Describes the expected extent of all searches together in one sentence."""
     candidates = sum(expectation.candidates for expectation in expected)
     tried = sum(expectation.tried for expectation in expected)
     share = f"about {tried:,} of {candidates:,} candidates ({_percent(tried / max(1, candidates))})"
-    seconds = duration(sum(expectation.seconds for expectation in expected))
+    each = [expectation.seconds for expectation in expected]
+    seconds = duration(max(sum(each) / max(1, gpus), *each))
     if len(expected) == 1:
         return f"{share} in about {seconds}"
-    return f"{len(expected)} shapes: {share} in about {seconds} in all"
+    where = f" on {gpus} GPUs" if gpus > 1 else ""
+    return f"{len(expected)} shapes: {share} in about {seconds} in all{where}"
 
 
 def duration(seconds: float) -> str:

@@ -41,15 +41,15 @@ def run_search(
     observer: Observer = lambda progress: None,
     equipment: SearchWorkers | None = None,
     policy: Policy = default_policy,
-    following: SearchRequest | None = None,
+    following: Callable[[], SearchRequest | None] = lambda: None,
 ) -> SearchResult:
     """Searches kernels for one problem on one GPU, and stores every result at once.
 
     Stored results for the same problem, target, config and versions are reused. The same request therefore
     continues an interrupted search. The observer is called several times a second. Without `equipment`, the
-    search starts its own compiler and measurer. The first candidates of `following`, the next search with the
-    same equipment, compile during the finals. After Ctrl-C, the search selects the best kernel so far and
-    raises `KeyboardInterrupt` again.
+    search starts its own compiler and measurer. `following` is called before the finals. The first candidates
+    of the search that it returns compile during the finals. After Ctrl-C, the search selects the best kernel
+    so far and raises `KeyboardInterrupt` again.
     """
     scope = search_scope(request)
     workers = contextlib.nullcontext(equipment) if equipment else open_workers(request.device, request.jobs)
@@ -70,8 +70,9 @@ def run_search(
         try:
             stop = pipeline.run(request.budget, started, lambda: reporter.report(Phase.SEARCHING))
             reporter.report(Phase.FINALS)
-            if following is not None:
-                _compile_ahead(following, store, tools)
+            following_request = following()
+            if following_request is not None:
+                _compile_ahead(following_request, store, tools)
             run_finals(scope, journal, tools, request.budget)
             prove_choice(scope, journal, tools, request.budget)
         except (KeyboardInterrupt, DeviceLostError, MachineError):
@@ -120,7 +121,7 @@ def _compile_ahead(request: SearchRequest, store: Store, tools: SearchWorkers) -
     """Starts compiling the first candidates of the next search into Triton's cache."""
     scope = search_scope(request)
     enqueued = _promised(request, scope, _experience(request, scope, store))
-    for candidate in enqueued[: max(0, tools.width - COMPILED_AHEAD)]:
+    for candidate in enqueued[: max(0, tools.compiler.width - COMPILED_AHEAD)]:
         if not demand(scope, candidate).excess:
             tools.compiler.submit(scope, candidate)
 

@@ -4,6 +4,7 @@ A failed candidate is a completed trial with a violated constraint. The sampler 
 trial and propose it again.
 """
 
+import threading
 import warnings
 from collections.abc import Iterator
 
@@ -25,6 +26,8 @@ RIGHT = "right"
 # The value of a failed trial. Its rank depends on the constraints, not on this value.
 FAILED_MS = 1e9
 STARTUP_TRIALS = 10
+# Filters of warnings are those of the process, and several searches may change them.
+_FILTERS = threading.Lock()
 
 
 class TrialResult(msgspec.Struct, frozen=True):
@@ -104,7 +107,7 @@ def _is_searched(axis: Axis, chosen: dict[str, AxisValue]) -> bool:
 
 def tpe_sampler(seed: int) -> optuna.samplers.TPESampler:
     """Returns the tree-structured Parzen estimator with the settings of searches."""
-    with warnings.catch_warnings():
+    with _FILTERS, warnings.catch_warnings():
         # Conditional axes need grouping. It is stable in practice, but marked as experimental.
         warnings.simplefilter("ignore", ExperimentalWarning)
         return optuna.samplers.TPESampler(

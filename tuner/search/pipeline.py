@@ -42,7 +42,7 @@ class Pipeline:
         """Started `enqueued` candidates are finished even if the time budget is spent."""
         self._scope = scope
         self._proposer = proposer
-        self._compiler, self._measurer, self._width, self._clock = equipment
+        self._compiler, self._measurer, self._clock = equipment
         self._journal = journal
         self._promised = enqueued
         self._equipment = equipment
@@ -123,12 +123,14 @@ class Pipeline:
 
     def _fill(self, budget: Budget) -> None:
         """Proposes candidates, prunes those that do not fit, and starts compiling the others."""
-        room = self._width + READY + ON_DEVICE
+        # The width changes while other searches start and end.
+        width = self._compiler.width
+        room = width + READY + ON_DEVICE
         if budget.trials is not None:
             room = min(room, budget.trials - self._journal.tally().tried)
         for _ in range(PROPOSALS_PER_CHECK):
             in_flight = len(self._compiling) + len(self._ready) + len(self._running)
-            if self._exhausted or in_flight >= room or len(self._compiling) >= self._width:
+            if self._exhausted or in_flight >= room or len(self._compiling) >= width:
                 return
             candidate = self._proposer.ask()
             if candidate is None:

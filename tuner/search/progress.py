@@ -1,19 +1,20 @@
-"""Display of a running search: live lines on a terminal, plain lines elsewhere."""
+"""Display of running searches: live lines on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from flashtune.core.record import Outcome
 from flashtune.templates.config_text import config_text
+from flashtune.tuner.search.coverage import duration
 from flashtune.tuner.search.request import Observer, Phase, Progress, Tally
 from flashtune.tuner.search.summary import describe_time
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.live import Live
 
 # Seconds between plain lines of one phase.
 PLAIN_INTERVAL = 5.0
@@ -22,36 +23,54 @@ BAR_WIDTH = 24
 
 def finished_lines(progress: Progress) -> Iterator[str]:
     """Yields a line for each compiled candidate that finished since the last report."""
+    worker = f"{progress.worker}: " if progress.worker else ""
     for record in progress.finished:
         if record.config is None or record.kernel is None:
             continue
         time = f"{record.ms:.4f} ms" if record.ms else record.message
-        yield f"{record.outcome.value}: {record.family}: {config_text(record)}: {time or 'no time'}"
+        yield f"{worker}{record.outcome.value}: {record.family}: {config_text(record)}: {time or 'no time'}"
 
 
-@contextlib.contextmanager
-def shown(console: Console, position: Place) -> Iterator[Observer]:
-    """Gives an observer that shows one search on a console while the context is open."""
-    if console.is_terminal:
-        with _live(console, position) as observer:
-            yield observer
-    else:
-        yield plain(lambda line: console.print(line, markup=False, highlight=False), position)
+class Display:
+    """Shows running searches on a console, for as long as a context is open."""
 
+    def __init__(self, console: Console, searches: int) -> None:
+        self._console = console
+        self._overview = Overview(searches)
+        self._live: Live | None = None
+        self._write = plain(
+            lambda line: console.print(line, markup=False, highlight=False), self._overview.describe
+        )
 
-@contextlib.contextmanager
-def _live(console: Console, position: Place) -> Iterator[Observer]:
-    """Shows a line with a bar and the remaining time, and below it the best kernel and the counts."""
-    from rich.live import Live
-    from rich.text import Text
+    def __enter__(self) -> Self:
+        return self
 
-    # Other output of the program may go to another stream than this console, so it is not redirected.
-    with Live(console=console, transient=True, redirect_stdout=False, refresh_per_second=8) as live:
+    def __exit__(self, *_: object) -> None:
+        self.hide()
 
-        def observe(progress: Progress) -> None:
-            live.update(Text("\n".join((_bar(progress) + position.of(progress), *status_lines(progress)))))
+    def show(self, progress: Progress) -> None:
+        """Shows the progress of a search, and of the others as they were shown last."""
+        self._overview.add(progress)
+        if not self._console.is_terminal:
+            self._write(progress)
+            return
+        from rich.live import Live
+        from rich.text import Text
 
-        yield observe
+        if self._live is None:
+            # Other output of the program may go to another stream than this console, so it is not redirected.
+            self._live = Live(
+                console=self._console, transient=True, redirect_stdout=False, refresh_per_second=8
+            )
+            self._live.start()
+        lines = self._overview.lines(self._console.width)
+        self._live.update(Text("\n".join(lines)))
+
+    def hide(self) -> None:
+        """Removes the live lines, so that other output can follow. The next progress shows them again."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
 
 
 def _bar(progress: Progress) -> str:
@@ -68,50 +87,81 @@ def share_done(progress: Progress) -> float:
     return progress.seconds / max(progress.seconds + progress.remaining, 1e-9)
 
 
-def plain(write: Callable[[str], None], position: Place, interval: float = PLAIN_INTERVAL) -> Observer:
-    """Returns an observer that writes a line when the phase changes, and every `interval` seconds."""
-    last_phase: tuple[str, Phase] | None = None
-    last_time = 0.0
+def plain(
+    write: Callable[[str], None], describe: Callable[[Progress], str], interval: float = PLAIN_INTERVAL
+) -> Observer:
+    """Returns an observer that writes a line when a search's phase changes, and every `interval` seconds."""
+    last: dict[str, tuple[Phase, float]] = {}
 
     def observe(progress: Progress) -> None:
-        nonlocal last_phase, last_time
-        phase, now = (progress.problem.key, progress.phase), time.monotonic()
-        if phase == last_phase and now - last_time < interval:
+        phase, before = last.get(progress.problem.key, (None, 0.0))
+        now = time.monotonic()
+        if progress.phase == phase and now - before < interval:
             return
-        last_phase, last_time = phase, now
-        write("; ".join((position.of(progress), *status_lines(progress)[:2])))
+        last[progress.problem.key] = progress.phase, now
+        write("; ".join((describe(progress), *status_lines(progress)[:2])))
 
     return observe
 
 
-class Place:
-    """The number of the running search, and the estimated end of all searches."""
+class Overview:
+    """The latest progress of running searches, the number of finished ones, and the estimated end of all."""
 
     def __init__(self, searches: int) -> None:
         self._searches = searches
-        self._keys: list[str] = []
-        self._started = time.monotonic()
+        self._numbers: dict[str, int] = {}
+        self._running: dict[str, Progress] = {}
+        self._seconds: dict[str, float] = {}  # Of finished searches.
 
-    def of(self, progress: Progress) -> str:
-        """Returns a search's number, name, phase and times."""
-        if progress.problem.key not in self._keys:
-            self._keys.append(progress.problem.key)
-        number = len(self._keys)
-        words = f"{progress.problem.key}: {progress.phase.value}, {progress.seconds:.0f} s"
+    def add(self, progress: Progress) -> None:
+        """Takes the progress of a search."""
+        key = progress.problem.key
+        self._numbers.setdefault(key, len(self._numbers) + 1)
+        self._running[key] = progress
+        if progress.phase is Phase.DONE:
+            self._seconds[key] = self._running.pop(key).seconds
+
+    def lines(self, width: int) -> tuple[str, ...]:
+        """Returns the lines of a terminal: details of a search alone, or a line for each that is cut off."""
+        if len(self._running) == 1:
+            (progress,) = self._running.values()
+            return _bar(progress) + self.describe(progress), *status_lines(progress)
+        running = sorted(self._running.values(), key=lambda progress: progress.worker)
+        left = self._all_left()
+        end = "" if left is None else f", about {duration(left)} left"
+        head = f"{len(self._seconds)} of {self._searches} shapes finished{end}"
+        return head, *(_short_line(progress)[:width] for progress in running)
+
+    def describe(self, progress: Progress) -> str:
+        """Returns a search's number, GPU, name, phase and times."""
+        worker = f"{progress.worker}: " if progress.worker else ""
+        words = f"{worker}{progress.problem.key}: {progress.phase.value}, {progress.seconds:.0f} s"
         if progress.remaining is not None and progress.phase is Phase.SEARCHING:
             words += f", at most {progress.remaining:.0f} s left"
         if self._searches == 1:
             return words
-        return f"[{number}/{self._searches}] {words}{self._all_left(number, progress)}"
+        left = self._all_left()
+        end = "" if left is None else f" (all: {left:.0f} s)"
+        return f"[{self._numbers[progress.problem.key]}/{self._searches}] {words}{end}"
 
-    def _all_left(self, number: int, progress: Progress) -> str:
-        """Returns the remaining time of all searches, from the mean time of the searches so far."""
-        if progress.remaining is None:
-            return ""
-        before = time.monotonic() - self._started - progress.seconds
-        this = progress.seconds + progress.remaining
-        each = (before + this) / number
-        return f" (all: {progress.remaining + each * (self._searches - number):.0f} s)"
+    def _all_left(self) -> float | None:
+        """Returns the remaining time of all searches, from the mean time of those that began."""
+        left = [progress.remaining for progress in self._running.values() if progress.remaining is not None]
+        if not left or len(left) < len(self._running):
+            return None
+        taken = [progress.seconds for progress in self._running.values()]
+        each = (sum(self._seconds.values()) + sum(taken) + sum(left)) / len(self._numbers)
+        waiting = each * (self._searches - len(self._numbers))
+        return max(*left, (sum(left) + waiting) / len(left))
+
+
+def _short_line(progress: Progress) -> str:
+    """Returns a line of one of several searches, with its name at the end."""
+    best = f"{progress.best.ms:.4f} ms" if progress.best and progress.best.ms else "no time"
+    return (
+        f"{progress.worker}: {progress.phase.value:<9} {progress.seconds:3.0f} s, "
+        f"{progress.counts.tried:3} tried, best {best}: {progress.problem.key}"
+    )
 
 
 def status_lines(progress: Progress) -> tuple[str, ...]:

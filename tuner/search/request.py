@@ -127,6 +127,7 @@ class Progress(msgspec.Struct, frozen=True):
     seconds: float  # Seconds since the start.
     remaining: float | None  # Estimated seconds until the end; None if unknown.
     finished: tuple[Record, ...] = ()  # Records of candidates that finished since the last report.
+    worker: str = ""  # The name of the GPU or worker among several; empty for a search alone.
 
 
 Observer = Callable[[Progress], None]

@@ -1,6 +1,7 @@
 """`flashtune warm`: compiles, loads and verifies kernels before the first calls."""
 
-from collections.abc import Callable, Iterable
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -24,7 +25,11 @@ from flashtune.runtime.kernel_loader import KernelLoader
 from flashtune.tuner.candidates import Candidate, SearchTask, contiguous_specialization
 from flashtune.tuner.execution.compile_pool import Compiled, CompilePool
 from flashtune.tuner.execution.cpus import available_cpus
+from flashtune.tuner.execution.device_jobs import run_on_devices
 from flashtune.tuner.workloads.models import saving_lse
+
+# Time limit to load and verify a kernel in a process of a GPU.
+LOAD_SECONDS = 300.0
 
 # Called with a phase, the number of finished kernels, and the number of all kernels.
 Watch = Callable[[str, int, int], None]
@@ -155,35 +160,36 @@ def _job(need: Need, target: Target) -> tuple[SearchTask, Candidate]:
 
 
 def warm(
-    needs: Needs, target: Target, device: int | None, watch: Watch = lambda phase, done, total: None
+    needs: Needs, target: Target, devices: Sequence[int], watch: Watch = lambda phase, done, total: None
 ) -> tuple[Warmed, ...]:
-    """Compiles the kernels that no bundle has, and with a GPU also loads and verifies all.
+    """Compiles the kernels that no bundle has, and with GPUs also loads and verifies each on one of them.
 
     Binaries are stored in Triton's cache and verdicts in the database. Later processes neither compile nor
-    verify these kernels. Without the index of a device, they are only compiled.
+    verify these kernels. Without devices, they are only compiled.
     """
     compiled = compile_needs(needs, target, watch)
-    loader = KernelLoader()
-    results = []
-    for number, (digest, need) in enumerate(needs.kernels.items()):
+    jobs = [(need, target, compiled.get(digest)) for digest, need in needs.kernels.items()]
+    device = next(iter(devices), None)
+    results: list[Warmed] = []
+    for result in (
+        run_on_devices(_warmed, jobs, devices, LOAD_SECONDS)
+        if len(devices) > 1
+        else (_warmed(*job, device) for job in jobs)
+    ):
+        results.append(result)
         if device is not None:
-            watch("loading", number, len(needs.kernels))
-        results.append(_warmed(need, target, device, compiled.get(digest), loader))
-    if device is not None:
-        watch("loading", len(results), len(results))
+            watch("loading", len(results), len(jobs))
     return tuple(results)
 
 
-def _warmed(
-    need: Need, target: Target, device: int | None, compiled: Compiled | None, loader: KernelLoader
-) -> Warmed:
+def _warmed(need: Need, target: Target, compiled: Compiled | None, device: int | None) -> Warmed:
     record = need.selection.record
     assert record.config is not None
     failed = ""
     if compiled is not None and compiled.outcome is not Outcome.OK:
         failed = f"{compiled.outcome.value}: {compiled.message}"
     if not failed and device is not None:
-        failed = _why_not_loaded(need, target, device, loader)
+        failed = _why_not_loaded(need, target, device)
     return Warmed(
         problem=need.problem.key,
         target=target.name,
@@ -198,12 +204,17 @@ def _warmed(
     )
 
 
-def _why_not_loaded(need: Need, target: Target, device: int, loader: KernelLoader) -> str:
+def _why_not_loaded(need: Need, target: Target, device: int) -> str:
     """Loads a kernel as its first call would, and returns why that fails; empty on success."""
     gpu = torch.device("cuda", device)
     key = KernelKey(need.problem, need.kernel.specialization, Prefer.GENERATED, gpu)
     try:
-        loader.load(need.selection, target, key)
+        _loader().load(need.selection, target, key)
     except (KernelError, VerificationError) as error:
         return str(error)
     return ""
+
+
+@functools.cache
+def _loader() -> KernelLoader:
+    return KernelLoader()

@@ -6,7 +6,7 @@ verified at the same level.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -82,20 +82,25 @@ class _Result(NamedTuple):
 
 
 def check_on_gpu(
-    subjects: list[Subject], index: int, runs: Runs, table: TunedTable | None = None, *, timed: bool = False
+    subjects: list[Subject],
+    devices: Sequence[int],
+    runs: Runs,
+    table: TunedTable | None = None,
+    *,
+    timed: bool = False,
 ) -> OnGpu:
     """Verifies the kernels of records on their GPU, and times those that passed.
 
-    The kernels of `subjects` compile. `index` is the GPU's on this machine. `table` has receipts to
+    The kernels of `subjects` compile. `devices` are the indexes of such GPUs. `table` has receipts to
     reuse, if they are of the versions here. With `timed`, also times kernels of records of other versions, or
     without times with shared masks.
     """
     tasks = _tasks(subjects, table)
     _compile(tasks, runs)
-    results = _check(tasks, index, runs)
+    results = _check(tasks, devices, runs)
     own = {result.task.subject: result for result in results if result.is_own}
     right = [subject for subject in subjects if subject not in own or own[subject].failed == ""]
-    times, resources = _time([subject for subject in right if timed and _wants_time(subject)], index, runs)
+    times, resources = _time([subject for subject in right if timed and _wants_time(subject)], devices, runs)
     failures: dict[Subject, list[str | None]] = {subject: [] for subject in subjects}
     for result in results:
         failures[result.task.subject].append(result.failed)
@@ -176,23 +181,26 @@ def _compile(tasks: Iterable[_Task], runs: Runs) -> None:
     )
 
 
-def _check(tasks: list[_Task], index: int, runs: Runs) -> list[_Result]:
-    jobs = {number: (task.kernel, task.subject.record, index) for number, task in enumerate(tasks)}
-    checked = _checked("on the GPU", jobs, _workers(index), runs)
+def _check(tasks: list[_Task], devices: Sequence[int], runs: Runs) -> list[_Result]:
+    jobs = {number: (task.kernel, task.subject.record) for number, task in enumerate(tasks)}
+    checked = _checked("on the GPU", jobs, _workers(devices), devices, runs)
     # If other checks held the memory, an out-of-memory error is not a failure of the kernel.
     crowded = {number: jobs[number] for number, (lost, _) in checked.items() if lacked_memory(lost)}
     for number in crowded:
         del checked[number]
-    checked |= _checked("alone on the GPU", crowded, 1, runs)
+    checked |= _checked("alone on the GPU", crowded, 1, devices, runs)
     return [_done(task, checked.get(number)) for number, task in enumerate(tasks)]
 
 
 def _checked(
-    phase: str, jobs: Mapping[int, tuple[Kernel, Record, int]], workers: int, runs: Runs
+    phase: str,
+    jobs: Mapping[int, tuple[Kernel, Record]],
+    workers: int,
+    devices: Sequence[int],
+    runs: Runs,
 ) -> dict[int, tuple[str, Any]]:
-    return runs.run(
-        phase, lambda: start_pool(workers), verify_jobs.check_on_gpu, jobs, verify_jobs.GPU_SECONDS
-    )
+    pool, check = (lambda: start_pool(workers)), verify_jobs.check_on_gpu
+    return runs.run(phase, pool, check, jobs, verify_jobs.GPU_SECONDS, devices)
 
 
 def _done(task: _Task, result: tuple[str, Check | None] | None) -> _Result:
@@ -203,12 +211,12 @@ def _done(task: _Task, result: tuple[str, Check | None] | None) -> _Result:
     return _Result(task, f"{task.sibling}: {failed}" if failed and task.sibling else failed, check)
 
 
-def _workers(index: int) -> int:
-    """Returns the number of processes that verify kernels on a GPU at the same time."""
+def _workers(devices: Sequence[int]) -> int:
+    """Returns the number of processes that verify kernels on each GPU at the same time."""
     import torch
 
-    free, _ = torch.cuda.mem_get_info(index)
-    return max(1, min(MAX_WORKERS, available_cpus() // 2, free // WORKER_BYTES))
+    free = min(torch.cuda.mem_get_info(index)[0] for index in devices)
+    return max(1, min(MAX_WORKERS, available_cpus() // 2 // len(devices), free // WORKER_BYTES))
 
 
 def _receipts(results: list[_Result]) -> tuple[Check, ...]:
@@ -243,7 +251,7 @@ def _lacks_shared_times(record: Record) -> bool:
 
 
 def _time(
-    subjects: list[Subject], index: int, runs: Runs
+    subjects: list[Subject], devices: Sequence[int], runs: Runs
 ) -> tuple[dict[Subject, tuple[str | None, Measurement | None]], dict[str, Resources]]:
     """Times the kernels of records one after another, with no other job on the GPU.
 
@@ -267,8 +275,9 @@ def _time(
         "timing",
         lambda: start_pool(1),
         verify_jobs.time_on_gpu,
-        {subject: (subject.record, index) for subject in subjects if lost.get(subject, "") == ""},
+        {subject: (subject.record,) for subject in subjects if lost.get(subject, "") == ""},
         verify_jobs.GPU_SECONDS,
+        devices,
     )
     times: dict[Subject, tuple[str | None, Measurement | None]] = {
         subject: timed.get(subject, (lost.get(subject) or None, None)) for subject in subjects

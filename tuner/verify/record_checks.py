@@ -93,7 +93,7 @@ class Report(msgspec.Struct, frozen=True):
 def verify_records(
     records: Iterable[Record],
     *,
-    gpu: tuple[int, Target] | None,
+    gpu: tuple[tuple[int, ...], Target] | None,
     require_gpu: bool = False,
     allow_unproven: bool = False,
     table: TunedTable | None = None,
@@ -104,7 +104,7 @@ def verify_records(
 
     Args:
         records: The table's records; baselines among them are only counted.
-        gpu: Index and target of this machine's GPU; None without a GPU.
+        gpu: Indexes and target of this machine's GPUs; None without a GPU.
         require_gpu: Whether kernels fail that were not compared on this machine's GPU.
         allow_unproven: Whether kernels pass that compile and fit, but were not verified on a GPU as they
             render here.

@@ -12,7 +12,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -270,8 +270,11 @@ class Runs:
         function: Callable[..., Any],
         jobs: Mapping[Key, tuple[Any, ...]],
         seconds: float,
+        devices: Sequence[int] = (),
     ) -> dict[Key, tuple[str, Any]]:
         """Calls a function for each job in a pool of processes.
+
+        With GPUs, each has a pool and an equal part of the jobs, whose last argument is then its index.
 
         Returns:
             For each finished job: why it has no result, empty if it has one, and the result. Unfinished jobs
@@ -279,21 +282,29 @@ class Runs:
         """
         if not jobs or self.ended:
             return {}
-        pool = self._held(start)
-        if pool is None:
-            return {}
+        pools: list[ProcessPool] = []
         try:
-            futures = {key: pool.schedule(function, args=job, timeout=seconds) for key, job in jobs.items()}
+            for _ in devices or (None,):
+                pool = self._held(start)
+                if pool is None:
+                    return {}
+                pools.append(pool)
+            futures: dict[Key, Future[Any]] = {}
+            for number, (key, job) in enumerate(jobs.items()):
+                part = number * len(pools) // len(jobs)
+                own = (*job, *devices[part : part + 1])
+                futures[key] = pools[part].schedule(function, args=own, timeout=seconds)
             pending: set[Future[Any]] = set(futures.values())
             while pending and not self.ended:
                 finished, pending = wait(pending, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED)
-                for job in finished:
-                    self._result(job)
+                for ended in finished:
+                    self._result(ended)
                 self._progress(phase, len(futures) - len(pending), len(futures))
-            results = {key: self._result(job) for key, job in futures.items() if job.done()}
+            results = {key: self._result(future) for key, future in futures.items() if future.done()}
             return {key: result for key, result in results.items() if result is not None}
         finally:
-            stop_pool(pool)
+            for pool in pools:
+                stop_pool(pool)
 
     def _result(self, job: Future[Any]) -> tuple[str, Any] | None:
         """Returns why a job has no result, and its result; None after a held error."""

@@ -19,7 +19,7 @@ from flashtune.launch.kernel_cache import kernel_of
 from flashtune.runtime.unfused import unfused_attention
 from flashtune.tuner.bench.admission import Admitted, Judge, admit
 from flashtune.tuner.bench.bench import run_bench
-from flashtune.tuner.bench.ceiling import clock_mhz, measure_ceiling
+from flashtune.tuner.bench.ceiling import measure_ceiling
 from flashtune.tuner.bench.driver import compile_ahead
 from flashtune.tuner.bench.flash_attn_4 import FLASH_ATTN_4
 from flashtune.tuner.bench.grids import grid_problems
@@ -27,6 +27,7 @@ from flashtune.tuner.bench.judging import output_judge
 from flashtune.tuner.bench.peer_runs import CUDNN, FLEX, UNFUSED, Contestant, RefusalError
 from flashtune.tuner.bench.results import OURS, LeftOut
 from flashtune.tuner.execution.inputs import make_tensors
+from flashtune.tuner.execution.timing import clock_mhz
 from tests.tuner.bench.bench_problems import CPU, a_problem
 
 Judged = tuple[Tensor, Judge]

@@ -79,7 +79,7 @@ def test_crossover_has_the_times_of_a_run(run: Run) -> None:
     timed = a_run(*(a_bench(problem, speed) for problem, speed in zip(problems, speeds, strict=True)))
 
     def run_benches(request: BenchRequest, watch: Callable[[BenchRun], None]) -> BenchRun:
-        assert (request.problems, request.peers, request.device) == (problems, ("unfused",), 0)
+        assert (request.problems, request.peers, request.devices) == (problems, ("unfused",), (0,))
         watch(timed)
         return timed
 

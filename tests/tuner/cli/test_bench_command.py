@@ -170,7 +170,7 @@ def test_sustained_times_are_marked_as_such(run: Callable[..., Result], tmp_path
 
 def test_given_baselines_replace_the_default_ones(fake_gpu: list[Problem]) -> None:
     told: list[int] = []
-    request = BenchRequest(PAPER[:2], 0, ("sdpa-cudnn",), 5, "flashtune bench")
+    request = BenchRequest(PAPER[:2], (0,), ("sdpa-cudnn",), 5, "flashtune bench")
     bench_run = run_benches(request, lambda run: told.append(len(run.benches)))
     assert told == [1, 2]
     assert fake_gpu == list(PAPER[:2])

@@ -99,7 +99,7 @@ def test_default_bundle_covers_the_table_and_untuned_shapes() -> None:
 def test_verification_without_a_gpu_is_one_sentence(run: Run, tmp_path: Path) -> None:
     result = run("bundle", "verify", tmp_path / "kernels.bundle")
     assert result.exit_code == 2
-    assert "verified on a GPU, and none is visible" in result.stderr
+    assert "--devices needs a GPU, and none is visible" in result.stderr
 
 
 def test_report_of_a_verification_counts_kernels_without_a_known_call(

@@ -184,7 +184,7 @@ def test_kernels_of_bundles_are_not_compiled(
     )
     calls = [(problem, Specialization(lse=lse)) for lse in (False, True)]
     needs = needs_of(calls, A100, tuned_records(A100.name), bundles)
-    results = warm(needs, A100, None)
+    results = warm(needs, A100, ())
     assert [(result.bundle, result.seconds) for result in results] == [("some.bundle", 0.0), ("", 1.5)]
     assert results[0].kernel == entry.kernel
     assert [scope.specialization.lse for scope, _ in submitted] == [True]

@@ -35,6 +35,7 @@ NEED_GPU = ("prepare", "_roomy_tensors", "kernel_run", "once", "measure", "check
 def gpu() -> Iterator[dict[str, mock.Mock]]:
     """Mocks of the functions that need a GPU."""
     mocks: Any = dict.fromkeys(NEED_GPU, mock.DEFAULT)
+    mocks["on_gpu"] = lambda measured, device: measured
     with mock.patch.multiple(gpu_jobs, clock_probe=lambda index: CLOCK, **mocks) as functions:
         yield functions
 

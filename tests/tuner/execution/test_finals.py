@@ -68,6 +68,11 @@ def test_launches_of_the_final_measurement_receive_scales(binder: Binder) -> Non
 SUSTAINED_SAMPLES = 7
 
 
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timed_runs, "on_gpu", lambda measured, device: list(measured))
+
+
 class Finals:
     """A final measurement with given times, by the position of its run."""
 

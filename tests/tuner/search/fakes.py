@@ -68,8 +68,9 @@ def done(result: Result) -> Future[Result]:
 class FakeCompiler:
     """Returns the given result for a candidate without compiling it."""
 
-    def __init__(self, judge: Callable[[Candidate], Compiled] | None = None) -> None:
+    def __init__(self, judge: Callable[[Candidate], Compiled] | None = None, width: int = 2) -> None:
         self.judge = judge or compiled
+        self.width = width
         self.seen: list[Candidate] = []
 
     def submit(self, scope: SearchTask, candidate: Candidate) -> Future[Compiled]:
@@ -186,6 +187,10 @@ def agree(*_: object) -> bool:
 
 def process_id(*_: object) -> int:
     return os.getpid()
+
+
+def with_process_id(*arguments: int) -> tuple[int, ...]:
+    return *arguments, os.getpid()
 
 
 def evaluate_right(*_: object) -> Evaluation:

@@ -31,5 +31,5 @@ def search(
 ) -> SearchResult:
     observer = (lambda progress: None) if seen is None else seen.append
     return run_search(
-        a_request(**changes), store, observer, SearchWorkers(compiler or FakeCompiler(), measurer, 2)
+        a_request(**changes), store, observer, SearchWorkers(compiler or FakeCompiler(), measurer)
     )

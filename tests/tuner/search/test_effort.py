@@ -121,7 +121,7 @@ def test_compilers_prepare_the_last_verification_when_new_candidates_would_be_la
         a_request(budget=limits),
         store,
         lambda progress: None,
-        SearchWorkers(compiler, FakeMeasurer(by_tile), 2, compiler),
+        SearchWorkers(compiler, FakeMeasurer(by_tile), compiler),
     )
     # Two compile at once, so each takes two seconds.
     assert max(compiler.submitted) == 6.0
@@ -196,10 +196,10 @@ def test_fallbacks_are_verified_although_a_family_of_aligned_tensors_is_faster(
 def test_first_candidates_of_the_next_search_compile_during_the_finals(
     store: Store, scope: SearchTask
 ) -> None:
-    compiler, warm = FakeCompiler(), tuple(scope.candidates())[:6]
+    compiler, warm = FakeCompiler(width=COMPILED_AHEAD + 2), tuple(scope.candidates())[:6]
     following = a_request(experience=WarmStart(warm, NOTHING))
-    workers = SearchWorkers(compiler, FakeMeasurer(by_tile), COMPILED_AHEAD + 2)
-    run_search(a_request(), store, equipment=workers, following=following)
+    workers = SearchWorkers(compiler, FakeMeasurer(by_tile))
+    run_search(a_request(), store, equipment=workers, following=lambda: following)
     assert len(compiler.seen) == SIZE + 2
     assert compiler.seen[SIZE:] == list(warm[:2])
 
@@ -212,7 +212,7 @@ def test_repeated_searches_store_nothing_and_report_the_cost_of_each_pick() -> N
         return right(1.0 if tile == 64 else factor)
 
     measurer = FakeMeasurer(judge)
-    repeats = repeat_search(a_request(), 2, lambda _: None, SearchWorkers(FakeCompiler(), measurer, 2))
+    repeats = repeat_search(a_request(), 2, lambda _: None, SearchWorkers(FakeCompiler(), measurer))
     assert repeats.differing == 1
     assert len(measurer.seen) == 2 * SIZE
     assert [pick.cost for pick in repeats.picks] == pytest.approx([0.1, 0.0])

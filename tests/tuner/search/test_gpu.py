@@ -29,6 +29,7 @@ from flashtune.tuner.execution.inputs import make_tensors
 from flashtune.tuner.execution.timed_runs import MORE_ROUNDS, kernel_run, peer_runs, run_finals
 from flashtune.tuner.execution.timing import measure, measure_interleaved
 from flashtune.tuner.search.driver import run_search
+from flashtune.tuner.search.executors.local import open_local
 from flashtune.tuner.search.request import Budget, SearchRequest
 from flashtune.tuner.workloads.models import backward_of, forward_of
 from flashtune.verification.cases import Level
@@ -76,6 +77,29 @@ def test_next_process_loads_the_machine_code_of_a_search(store: Store, device: t
     kernel = bundled_kernel(located.entry, record, record.specialization)
     assert (kernel.source, kernel.digest) == ("", record.kernel)
     assert check_rendered(kernel, problem, record.config, target, device, compiled=binary).passed
+
+
+def test_searches_on_all_gpus_have_times_of_one_gpu_each(store: Store) -> None:
+    gpus = range(torch.cuda.device_count())
+    uuids = {str(torch.cuda.get_device_properties(gpu).uuid) for gpu in gpus}
+    requests = [
+        SearchRequest(
+            problem=a_problem(dtype=Dtype.BF16, seqlen_q=length, seqlen_kv=length),
+            target=device_target(0),
+            budget=Budget(6, None, None),
+        )
+        for length in range(512, 512 * (2 + len(gpus)), 512)
+    ]
+    with open_local(store, gpus) as executor:
+        results = list(executor.run(requests, lambda progress: None))
+    assert all(result.is_selected for result in results)
+    used = set[str]()
+    for request in requests:
+        timed = [row.record.measurement for row in store.records(request.problem) if row.record.measurement]
+        assert len({measurement.gpu_uuid for measurement in timed}) == 1
+        assert all(300 < (measurement.clock_mhz or 0) < 4000 for measurement in timed)
+        used |= {str(measurement.gpu_uuid) for measurement in timed}
+    assert used == uuids
 
 
 @pytest.mark.slow

@@ -49,7 +49,7 @@ def search(
     )
     budget = Budget(trials, None, None)
     request = SearchRequest(problem=problem, target=H200, device=0, budget=budget, **changes)
-    equipment = SearchWorkers(FakeCompiler(compiled), measurer, 2)
+    equipment = SearchWorkers(FakeCompiler(compiled), measurer)
     return run_search(request, store, equipment=equipment), measurer
 
 

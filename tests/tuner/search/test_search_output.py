@@ -22,7 +22,7 @@ from flashtune.tuner.cli import main
 from flashtune.tuner.execution.backend import SearchWorkers
 from flashtune.tuner.search.coverage import Expectation, duration, expect, outlook, usual_compile_seconds
 from flashtune.tuner.search.driver import run_search
-from flashtune.tuner.search.progress import Place, plain, share_done, shown
+from flashtune.tuner.search.progress import Display, Overview, plain, share_done
 from flashtune.tuner.search.request import (
     Budget,
     Observer,
@@ -128,7 +128,13 @@ def test_a_throttled_clock_is_noted(result: SearchResult) -> None:
 
 def test_plain_lines_are_printed_per_phase_and_at_intervals() -> None:
     written: list[str] = []
-    observe = plain(written.append, Place(3), interval=1000.0)
+    overview = Overview(3)
+    write = plain(written.append, overview.describe, interval=1000.0)
+
+    def observe(progress: Progress) -> None:
+        overview.add(progress)
+        write(progress)
+
     for phase in (Phase.STARTING, Phase.SEARCHING, Phase.SEARCHING, Phase.FINALS, Phase.DONE):
         observe(some_progress(phase))
     assert len(written) == 4
@@ -142,10 +148,24 @@ def test_plain_lines_are_printed_per_phase_and_at_intervals() -> None:
 def test_a_terminal_shows_a_bar(result: SearchResult) -> None:
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=100)
-    with shown(console, Place(1)) as observe:
-        observe(some_progress(best=result.best))
+    with Display(console, 1) as display:
+        display.show(some_progress(best=result.best))
     assert "━" in screen.getvalue()
     assert "31 ok" in screen.getvalue()
+
+
+def test_several_searches_have_a_line_each_and_a_common_end() -> None:
+    overview = Overview(6)
+    for number in range(4):
+        phase = Phase.DONE if number == 0 else Phase.SEARCHING
+        problem = a_problem(batch=100 + number)
+        overview.add(some_progress(phase, problem=problem, worker=f"GPU {number % 3}"))
+    lines = overview.lines(80)
+    # Three take 30 s more, and the other two about the mean, which is 32.5 s. One took 10 s.
+    assert lines[0] == "1 of 6 shapes finished, about 52 s left"
+    assert [line.partition(":")[0] for line in lines[1:]] == ["GPU 0", "GPU 1", "GPU 2"]
+    assert "searching  10 s,  38 tried, best no time: forward_fp16_d64_h4x4_b103" in lines[1]
+    assert max(map(len, lines)) <= 80
 
 
 def test_share_done_follows_the_budget() -> None:
@@ -208,7 +228,7 @@ def test_interrupt_prints_the_best_so_far_and_the_resume_command(
         observer(some_progress(problem=request.problem, best=result.best))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("flashtune.tuner.search.driver.run_search", interrupted)
+    monkeypatch.setattr("flashtune.tuner.search.executors.local.run_search", interrupted)
     done = CliRunner().invoke(main, [*ARGUMENTS, "--db", "my results.sqlite"])
     assert done.exit_code == 130, done.output
     assert result.best is not None

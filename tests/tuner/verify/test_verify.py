@@ -81,7 +81,7 @@ class Jobs(Runs):
         self._fails = fails
 
     def run(
-        self, phase: str, start: object, function: Any, jobs: Any, seconds: float
+        self, phase: str, start: object, function: Any, jobs: Any, seconds: float, devices: object = ()
     ) -> dict[Any, tuple[str, Any]]:
         name = function.__name__
         self.done[name] = list(jobs.values())

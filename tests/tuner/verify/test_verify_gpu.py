@@ -203,7 +203,7 @@ def test_kernels_of_checks_are_compiled_on_all_cores(machine: Machine) -> None:
         return ""
 
     machine.replaced[verify_jobs.why_not_compiled] = compile_
-    report = record_checks.verify_records([record_of("forward_hopper")], gpu=(0, TARGET))
+    report = record_checks.verify_records([record_of("forward_hopper")], gpu=((0,), TARGET))
     assert not report.failures
     assert sorted(compiled) == [(False, False), (False, True), (True, False), (True, True)]
 
@@ -229,7 +229,7 @@ def test_check_that_ran_out_of_memory_is_repeated_alone(machine: Machine, record
             raise KernelError("OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.")
 
     machine.at_check = lack
-    report = record_checks.verify_records([record], gpu=(0, TARGET))
+    report = record_checks.verify_records([record], gpu=((0,), TARGET))
     assert not report.failures
     assert len(report.on_gpu.receipts) == 2
     assert machine.starts[-2:] == [8, 1]
@@ -240,7 +240,7 @@ def test_check_that_runs_out_of_memory_alone_fails(machine: Machine, record: Rec
         raise KernelError("OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.")
 
     machine.at_check = lack
-    (result,) = record_checks.verify_records([record], gpu=(0, TARGET)).results
+    (result,) = record_checks.verify_records([record], gpu=((0,), TARGET)).results
     assert "out of memory" in result.failed
 
 
@@ -260,7 +260,7 @@ def test_a_kernel_that_fails_at_one_shape_has_no_receipt(machine: Machine, recor
     results = iter(["", "", "needle 7", ""])
     failing = kernel_of(record).digest
     machine.at_check = lambda: machine.failing.update({failing: next(results)})
-    report = record_checks.verify_records([record, other], gpu=(0, TARGET))
+    report = record_checks.verify_records([record, other], gpu=((0,), TARGET))
     assert [result.failed for result in report.results] == ["", "needle 7"]
     assert [check.digest for check in report.on_gpu.receipts] == [kernel_of(record, of_sibling=True).digest]
 
@@ -399,7 +399,7 @@ def test_machine_error_ends_the_run_after_writing_results(
 
 def test_failed_kernel_is_not_timed(machine: Machine, record: Record) -> None:
     machine.failing[kernel_of(record).digest] = "needle 7"
-    report = record_checks.verify_records([record], gpu=(0, TARGET), timed=True)
+    report = record_checks.verify_records([record], gpu=((0,), TARGET), timed=True)
     assert [result.failed for result in report.failures] == ["needle 7"]
     assert machine.timed == []
 
@@ -426,11 +426,11 @@ def test_missing_skips_existing_evidence(machine: Machine, record: Record, paths
 def test_missing_repeats_checks_without_a_probe_or_the_gpu(
     machine: Machine, record: Record, changes: dict[str, Any]
 ) -> None:
-    done = record_checks.verify_records([record], gpu=(0, TARGET)).on_gpu.receipts
+    done = record_checks.verify_records([record], gpu=((0,), TARGET)).on_gpu.receipts
     first = msgspec.structs.replace(done[0], verdict=msgspec.structs.replace(done[0].verdict, **changes))
     table = TunedTable(target=TARGET.name, records=(record,), receipts=(first, done[1]))
     machine.checked.clear()
-    record_checks.verify_records([record], gpu=(0, TARGET), table=table)
+    record_checks.verify_records([record], gpu=((0,), TARGET), table=table)
     assert machine.checked == [kernel_of(record).specialization.lse]
 
 
@@ -467,5 +467,5 @@ def test_time_limit_writes_finished_results_and_the_resume_command(
 
 def test_ended_run_starts_no_checks(machine: Machine, record: Record) -> None:
     runs = Runs(seconds=1e-9)
-    report = record_checks.verify_records([record], gpu=(0, TARGET), runs=runs)
+    report = record_checks.verify_records([record], gpu=((0,), TARGET), runs=runs)
     assert (report.results, report.missed, machine.checked) == ((), 1, [])

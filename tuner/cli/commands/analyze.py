@@ -136,7 +136,7 @@ def crossover(
     if db is not None:
         # The measured kernels are those of a program. Programs name their database by this variable.
         os.environ[DATABASE_VARIABLE] = db
-    request = BenchRequest(problems, device, (UNFUSED,), ROUNDS, command_line())
+    request = BenchRequest(problems, (device,), (UNFUSED,), ROUNDS, command_line())
     run = run_benches(request, lambda run: note(f"{len(run.benches)} of {len(problems)} shapes timed"))
     return analyzed.crossover(run.times(UNFUSED), f"measured on {run.environment.gpu}")
 

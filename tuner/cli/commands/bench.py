@@ -13,7 +13,15 @@ from flashtune.core.errors import UsageError, VerificationError
 from flashtune.core.files import read_bounded
 from flashtune.core.machine import DATABASE_VARIABLE
 from flashtune.tuner.cli.command import flashtune_command
-from flashtune.tuner.cli.options import database_option, file_option, json_option, problem_options
+from flashtune.tuner.cli.options import (
+    DEVICE_OPTION,
+    chosen_gpus,
+    database_option,
+    devices_option,
+    file_option,
+    json_option,
+    problem_options,
+)
 from flashtune.tuner.cli.output import command_line, note, print_json
 
 if TYPE_CHECKING:
@@ -48,14 +56,8 @@ PEERS = ("sdpa-cudnn", "sdpa-flash", "sdpa-efficient", "flex", "flash-attn-4", "
     "features: windows, softcap, ALiBi, chunks, sinks, masks, packed "
     "sequences and pages. Repeatable.",
 )
-@click.option(
-    "--device",
-    type=click.IntRange(min=0),
-    default=0,
-    show_default=True,
-    metavar="INDEX",
-    help="GPU to use.",
-)
+@DEVICE_OPTION
+@devices_option()
 @click.option(
     "--peer",
     "peers",
@@ -92,7 +94,8 @@ PEERS = ("sdpa-cudnn", "sdpa-flash", "sdpa-efficient", "flex", "flash-attn-4", "
 def command(
     problems: tuple[Problem, ...],
     grids: tuple[str, ...],
-    device: int,
+    device: int | None,
+    devices: str | None,
     peers: tuple[str, ...],
     no_peers: bool,
     rounds: int,
@@ -134,7 +137,9 @@ def command(
             # Bench the kernels that a program gets. Programs name their database by this variable.
             os.environ[DATABASE_VARIABLE] = db
         listed, chosen = _all_problems(problems, grids), _chosen_peers(peers, no_peers)
-        request = BenchRequest(listed, device, chosen, rounds, command_line(), sustained)
+        request = BenchRequest(
+            listed, chosen_gpus(device, devices), chosen, rounds, command_line(), sustained
+        )
         run = _timed(request, figures, save_file, as_json)
     report = report_of(run, figures)
     if figures is not None and report.against is None:

@@ -12,7 +12,9 @@ import msgspec
 from flashtune.core.errors import KernelError, UsageError, VerificationError, printable
 from flashtune.tuner.cli.command import Group
 from flashtune.tuner.cli.options import (
+    devices_option,
     file_option,
+    find_gpus,
     json_option,
     optional_problem_options,
     quiet_options,
@@ -139,9 +141,7 @@ def build_bundle(
     ),
 )
 @click.argument("file", type=click.Path(path_type=Path))
-@click.option(
-    "--devices", default="all", show_default=True, metavar="all|I,J", help="GPUs of this machine to use."
-)
+@devices_option(default="all", show_default=True)
 @click.option(
     "--processes",
     type=click.IntRange(min=1),
@@ -177,7 +177,7 @@ def verify_bundle(
     from flashtune.tuner.verify.verify_jobs import Runs, stopped_by_signals
 
     start = time.monotonic()
-    indexes, target = _gpus(devices)
+    indexes, target = find_gpus(devices)
     out = out or file
     bundle = open_bundle(file)
     if out.exists() and not out.samefile(file):
@@ -210,27 +210,6 @@ def verify_bundle(
             f"{len(report.failed)} kernels failed and {report.left} were not reached: "
             f"run `flashtune bundle verify {out}` to verify those without a receipt"
         )
-
-
-def _gpus(devices: str) -> tuple[list[int], Target]:
-    """Returns the GPUs of an option, which are alike, and their target."""
-    import torch
-
-    from flashtune.core.target import device_target
-
-    count = torch.cuda.device_count()
-    if not count:
-        raise UsageError("kernels are verified on a GPU, and none is visible: run it on a machine with one")
-    named = [*map(str, range(count))] if devices == "all" else devices.split(",")
-    if not all(name.isdecimal() and int(name) < count for name in named):
-        raise UsageError(
-            f"--devices is {printable(devices)}: write all, or numbers below {count} such as 0,1"
-        )
-    indexes = [*dict.fromkeys(map(int, named))]
-    targets = {target.name: target for target in map(device_target, indexes)}
-    if len(targets) > 1:
-        raise UsageError(f"the GPUs are {' and '.join(targets)}: name GPUs of one kind by --devices")
-    return indexes, targets.popitem()[1]
 
 
 def _report(report: Verification, *, as_json: bool) -> None:

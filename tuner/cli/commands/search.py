@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,7 @@ from flashtune.tuner.cli.options import (
     json_option,
     problem_options,
     quiet_options,
-    target_options,
+    targets_options,
 )
 from flashtune.tuner.cli.output import (
     command_line,
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
     from flashtune.core.problem import Problem
     from flashtune.core.target import Target
     from flashtune.tuner.search.coverage import Expectation
-    from flashtune.tuner.search.progress import Place
+    from flashtune.tuner.search.progress import Display
     from flashtune.tuner.search.request import Observer, Progress, SearchRequest, SearchResult
 
 DEFAULT_TOP = 20
@@ -82,7 +81,7 @@ def with_workers_ahead(command: Callable[..., None]) -> Callable[..., None]:
     metavar="N",
     help=f"Number of shapes of --from. Default: {DEFAULT_TOP}.",
 )
-@target_options
+@targets_options
 @click.option(
     "--effort",
     type=click.Choice(EFFORTS),
@@ -109,7 +108,7 @@ def with_workers_ahead(command: Callable[..., None]) -> Callable[..., None]:
     "--jobs",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Compiler processes. Default: one per core, minus one with a GPU.",
+    help="Compiler processes. Default: one per core, minus one for each GPU.",
 )
 @click.option(
     "--retry-failed",
@@ -121,7 +120,7 @@ def with_workers_ahead(command: Callable[..., None]) -> Callable[..., None]:
     type=click.IntRange(min=2),
     metavar="N",
     help="Search each shape N times from an empty database, and print how many picks differ and what each "
-    "costs in one common run. Nothing is stored.",
+    "costs in one common run. Nothing is stored. Uses one GPU.",
 )
 @click.option(
     "--dry-run",
@@ -143,7 +142,7 @@ def command(
     recorded_file: Path | None,
     top: int | None,
     target: Target,
-    device: int | None,
+    devices: tuple[int, ...],
     effort: str,
     trials: int | None,
     seconds: float | None,
@@ -164,7 +163,8 @@ def command(
     selected. With --target, kernels are compiled for that GPU and their times are predicted.
 
     With an H200 and 16 cores, a forward pass takes about 17 s with --effort quick, 35 s by default and 70 s
-    with thorough. A gradient takes up to 31 s with quick. --trials or --seconds replaces the limits;
+    with thorough. A gradient takes up to 31 s with quick. With --devices, each GPU searches one shape at a
+    time, and all times of a shape come from one GPU. --trials or --seconds replaces the limits;
     with both, the first one reached ends the search. Ctrl-C prints the best result so far and the command
     that resumes the search.
     """
@@ -180,11 +180,13 @@ def command(
         limits = {"trials": trials, "seconds": seconds, "patience": None, "gain": None}
         budget = msgspec.structs.replace(budget, **limits)
     trained = saving_lse(problems)
+    # Further GPUs would have no work.
+    devices = devices[: len(problems)]
     requests = tuple(
         SearchRequest(
             problem=problem,
             target=target,
-            device=device,
+            device=next(iter(devices), None),
             budget=budget,
             families=families,
             seed=seed,
@@ -195,12 +197,12 @@ def command(
         for problem in problems
     )
     if dry_run:
-        print_expected(expected_of(requests, db), as_json)
+        print_expected(expected_of(requests, devices, db), as_json, len(devices))
         return
     if repeat is not None:
         _repeat(requests, repeat, as_json)
         return
-    results = _search(requests, db, as_json, report)
+    results = _search(requests, devices, db, as_json, report)
     if as_json:
         print_json(results)
     _refuse_failures(results)
@@ -211,25 +213,30 @@ def _repeat(requests: tuple[SearchRequest, ...], times: int, as_json: bool) -> N
     from rich.console import Console
 
     from flashtune.tuner.execution.backend import open_workers
-    from flashtune.tuner.search.progress import Place
+    from flashtune.tuner.search.progress import Display
     from flashtune.tuner.search.repeat import repeat_lines, repeat_search
 
-    console, progress = Console(stderr=True), Place(len(requests))
-    repeats = []
-    with open_workers(requests[0].device, requests[0].jobs) as equipment:
-        for request in requests:
-            with observed(console, progress, []) as observer:
-                repeats.append(repeat_search(request, times, observer, equipment))
+    console = Console(stderr=True)
+    with (
+        open_workers(requests[0].device, requests[0].jobs) as equipment,
+        Display(console, len(requests)) as display,
+    ):
+        observer = observed(console, display, {})
+        repeats = tuple(repeat_search(request, times, observer, equipment) for request in requests)
     if as_json:
         print_json(repeats)
     else:
-        click.echo("\n".join(repeat_lines(tuple(repeats))))
+        click.echo("\n".join(repeat_lines(repeats)))
 
 
 def _search(
-    requests: tuple[SearchRequest, ...], db: str | None, as_json: bool, report: Path | None
+    requests: tuple[SearchRequest, ...],
+    devices: tuple[int, ...],
+    db: str | None,
+    as_json: bool,
+    report: Path | None,
 ) -> list[SearchResult]:
-    """Runs all searches, and prints each summary when it is available.
+    """Runs all searches, prints each summary when it is available, and returns the results in order.
 
     Raises:
         KeyboardInterrupt: Raised again, after printing the best kernel so far and the command that resumes.
@@ -240,37 +247,40 @@ def _search(
     from flashtune.db.store import open_store
     from flashtune.tuner.cli.html_report.live_report import live_report
     from flashtune.tuner.cli.report.chart_report import require_plotly
-    from flashtune.tuner.execution.backend import open_workers
     from flashtune.tuner.search.coverage import outlook
-    from flashtune.tuner.search.driver import run_search
-    from flashtune.tuner.search.progress import Place
+    from flashtune.tuner.search.executors.local import open_local
+    from flashtune.tuner.search.progress import Display
     from flashtune.tuner.search.summary import summary_lines
 
     if report is not None:
         require_plotly("--report")
     if not is_set("quiet"):
-        note(outlook(expected_of(requests, db)))
+        note(outlook(expected_of(requests, devices, db), len(devices)))
     target, url = requests[0].target.name, database_url(db)
     database, width = describe(url), line_width()
-    results: list[SearchResult] = []
-    console, progress = Console(stderr=True), Place(len(requests))
-    latest: list[Progress] = []
+    results: dict[str, SearchResult] = {}
+    latest: dict[str, Progress] = {}
+    console = Console(stderr=True)
     with (
         open_store(db) as store,
         live_report(report, target, url) if report else contextlib.nullcontext(lambda: None) as renew,
-        open_workers(requests[0].device, requests[0].jobs) as equipment,
+        open_local(store, devices, requests[0].jobs) as executor,
     ):
         try:
-            for request, following in itertools.zip_longest(requests, requests[1:]):
-                with observed(console, progress, latest, renew) as observer:
-                    results.append(run_search(request, store, observer, equipment, following=following))
-                if not as_json:
-                    click.echo("\n".join(summary_lines(results[-1], database, db, width)))
+            with (
+                Display(console, len(requests)) as display,
+                contextlib.closing(executor.run(requests, observed(console, display, latest, renew))) as run,
+            ):
+                for result in run:
+                    results[result.problem.key] = result
+                    if not as_json:
+                        display.hide()
+                        click.echo("\n".join(summary_lines(result, database, db, width)))
         except KeyboardInterrupt:
             # Before the processes end, which takes seconds.
-            print_interrupted(latest)
+            print_interrupted(latest.values())
             raise
-    return results
+    return [results[request.problem.key] for request in requests]
 
 
 def _with_recorded(
@@ -318,30 +328,32 @@ def _refuse_failures(results: list[SearchResult]) -> None:
         )
 
 
-@contextlib.contextmanager
 def observed(
-    console: Console, position: Place, latest: list[Progress], renew: Callable[[], None] = lambda: None
-) -> Iterator[Observer]:
-    """Returns an observer that stores the latest progress, renews a report, and shows progress."""
-    from flashtune.tuner.search.progress import finished_lines, shown
+    console: Console,
+    display: Display,
+    latest: dict[str, Progress],
+    renew: Callable[[], None] = lambda: None,
+) -> Observer:
+    """Returns an observer that stores the latest progress of running searches, and shows it."""
+    from flashtune.tuner.search.progress import finished_lines
+    from flashtune.tuner.search.request import Phase as SearchPhase
 
-    with contextlib.ExitStack() as stack:
-        show = stack.enter_context(shown(console, position)) if shows_progress() else None
+    def observe(progress: Progress) -> None:
+        latest[progress.problem.key] = progress
+        if progress.phase is SearchPhase.DONE:
+            del latest[progress.problem.key]
+        renew()
+        if is_set("verbose"):
+            for line in finished_lines(progress):
+                console.print(line, markup=False, highlight=False)
+        if shows_progress():
+            display.show(progress)
 
-        def observe(progress: Progress) -> None:
-            latest[:] = [progress]
-            renew()
-            if is_set("verbose"):
-                for line in finished_lines(progress):
-                    console.print(line, markup=False, highlight=False)
-            if show is not None:
-                show(progress)
-
-        yield observe
+    return observe
 
 
-def print_interrupted(latest: list[Progress]) -> None:
-    """Prints the best kernel of the interrupted search, and the command that resumes it."""
+def print_interrupted(latest: Iterable[Progress]) -> None:
+    """Prints the best kernel of each interrupted search, and the command that resumes them."""
     from flashtune.core.notices import folded_command
     from flashtune.templates.config_text import config_text
     from flashtune.tuner.search.summary import describe_time
@@ -355,7 +367,9 @@ def print_interrupted(latest: list[Progress]) -> None:
     click.echo(f"resume with: {folded_command(command_line(), line_width(err=True))}", err=True)
 
 
-def expected_of(requests: tuple[SearchRequest, ...], db: str | None) -> tuple[Expectation, ...]:
+def expected_of(
+    requests: tuple[SearchRequest, ...], devices: tuple[int, ...], db: str | None
+) -> tuple[Expectation, ...]:
     """Returns the estimate of each search without creating a database."""
     from flashtune.tuner.execution.backend import compilers_of
     from flashtune.tuner.search.coverage import expect, usual_compile_seconds
@@ -365,14 +379,13 @@ def expected_of(requests: tuple[SearchRequest, ...], db: str | None) -> tuple[Ex
     compile_seconds = usual_compile_seconds(
         [entry.record for entry in database_selections(db)], [entry.record for entry in shipped_selections()]
     )
+    at_once = max(1, min(len(devices), len(requests)))
+    width = max(1, compilers_of(devices, requests[0].jobs) // at_once)
     with existing_store(db) as store:
-        return tuple(
-            expect(request, store, compilers_of(request.device, request.jobs), compile_seconds)
-            for request in requests
-        )
+        return tuple(expect(request, store, width, compile_seconds) for request in requests)
 
 
-def print_expected(expected: tuple[Expectation, ...], as_json: bool) -> None:
+def print_expected(expected: tuple[Expectation, ...], as_json: bool, gpus: int) -> None:
     """Prints a line for each search of a dry run, and their sum."""
     from flashtune.tuner.search.coverage import duration, outlook
 
@@ -386,4 +399,4 @@ def print_expected(expected: tuple[Expectation, ...], as_json: bool) -> None:
             f"({spaces}), {expectation.known:,} known from before, about {expectation.tried:,} in about "
             f"{duration(expectation.seconds)}"
         )
-    say(outlook(expected))
+    say(outlook(expected, gpus))

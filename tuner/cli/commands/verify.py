@@ -13,7 +13,9 @@ from flashtune.core.errors import UsageError, VerificationError, printable
 from flashtune.tuner.cli.command import flashtune_command
 from flashtune.tuner.cli.options import (
     database_option,
+    devices_option,
     file_option,
+    find_gpus,
     json_option,
     quiet_options,
     target_filter_option,
@@ -76,6 +78,7 @@ MAX_SHOWN = 20
     metavar="S",
     help="Stop after S seconds. With --write the results so far are written; --missing continues.",
 )
+@devices_option()
 @quiet_options
 @database_option
 @json_option
@@ -89,14 +92,16 @@ def command(
     timed: bool,
     missing: bool,
     seconds: float | None,
+    devices: str | None,
     db: str | None,
     as_json: bool,
 ) -> None:
     """Check that selected kernels compile, fit the GPU and match the reference.
 
-    Kernels for this machine's GPU run on it. The verdicts are stored, so that dispatch needs no self-check.
-    Kernels for other GPUs need a receipt: a verdict from such a GPU, stored with the record and bound to the
-    kernel's digest. Kernels in plain Triton also run under Triton's interpreter, in float32 at small sizes.
+    Kernels for this machine's GPU run on it, or on the GPUs of --devices. The verdicts are stored, so that
+    dispatch needs no self-check. Kernels for other GPUs need a receipt: a verdict from such a GPU, stored
+    with the record and bound to the kernel's digest. Kernels in plain Triton also run under Triton's
+    interpreter, in float32 at small sizes.
 
     A table that was made without a GPU has no receipts, and changed templates make receipts stale. With
     --allow-unproven such kernels pass if they compile, fit, and match the reference under the interpreter
@@ -111,10 +116,10 @@ def command(
         raise UsageError("--require-gpu and --allow-unproven exclude each other: use one of them")
     if (timed or missing) and not written:
         raise UsageError("--time and --missing go with --write: name the file to write")
-    whole = _written_table(table, db) if written else None
+    gpu = _gpu() if devices is None else find_gpus(devices)
+    whole = _written_table(table, db, gpu) if written else None
     tables = _tables(table, db)
     selected = _records(tables, target_name, table, db)
-    gpu = _gpu()
     here = gpu[1].name if gpu else ""
     records = sample(selected, here) if sampled else selected
     with progress_bars() as progress:
@@ -182,11 +187,12 @@ def _raise_failures(
         )
 
 
-def _written_table(table: Path | None, db: str | None) -> TunedTable:
+def _written_table(
+    table: Path | None, db: str | None, gpu: tuple[tuple[int, ...], Target] | None
+) -> TunedTable:
     """Returns the table for --write: that of --table, or the one that ships for the GPU here."""
     from flashtune.db.table import load_table, shipped_table
 
-    gpu = _gpu()
     if gpu is None or db is not None:
         raise UsageError("--write needs the table's GPU and a table: run it there, without --db")
     whole = load_table(table) if table else shipped_table(gpu[1].name)
@@ -225,12 +231,12 @@ def _records(
     return records
 
 
-def _gpu() -> tuple[int, Target] | None:
+def _gpu() -> tuple[tuple[int, ...], Target] | None:
     import torch
 
     from flashtune.core.target import device_target
 
-    return (0, device_target(0)) if torch.cuda.is_available() else None
+    return ((0,), device_target(0)) if torch.cuda.is_available() else None
 
 
 def counts_of(report: Report) -> dict[str, int]:

@@ -18,7 +18,7 @@ from flashtune.tuner.cli.options import (
     json_option,
     problem_options,
     quiet_options,
-    target_options,
+    targets_options,
 )
 from flashtune.tuner.cli.output import is_set, note, print_json, progress_bars, say
 
@@ -53,7 +53,7 @@ MAX_SHOWN = 3
     metavar="FILE",
     help="Warm every kernel of a tuned table. Import the table too. Repeatable.",
 )
-@target_options
+@targets_options
 @quiet_options
 @database_option
 @json_option
@@ -62,7 +62,7 @@ def command(
     recorded_file: Path | None,
     table_files: tuple[Path, ...],
     target: Target,
-    device: int | None,
+    devices: tuple[int, ...],
     db: str | None,
     as_json: bool,
 ) -> None:
@@ -97,7 +97,7 @@ def command(
     for sentence in dict.fromkeys(needs.left_out):
         note(f"left out: {sentence}")
     with progress_bars() as bars:
-        results = warm(needs, target, device, bars)
+        results = warm(needs, target, devices, bars)
     if is_set("verbose"):
         for result in results:
             ready = f"from {result.bundle}" if result.bundle else f"compiled in {result.seconds:.1f} s"
@@ -107,7 +107,7 @@ def command(
     if as_json:
         print_json(results)
     else:
-        done = "compiled" if device is None else "compiled, loaded and proven"
+        done = "compiled, loaded and proven" if devices else "compiled"
         bundled = sum(bool(result.bundle) for result in results)
         if bundled:
             done = f"{done} ({bundled} of them from bundles)"

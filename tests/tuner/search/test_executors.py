@@ -1,0 +1,198 @@
+"""The contract of executors, and the local one on several GPUs."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from flashtune.core import notices
+from flashtune.core.errors import MachineError
+from flashtune.core.notices import FlashtuneWarning
+from flashtune.db.store import Store
+from flashtune.tuner.candidates import Candidate, SearchTask
+from flashtune.tuner.execution.compile_pool import Compiled, CompilerShare
+from flashtune.tuner.execution.evaluation import DeviceLostError, Evaluation, lost_device
+from flashtune.tuner.search.driver import run_search
+from flashtune.tuner.search.executors import local as local_module
+from flashtune.tuner.search.executors.executor import Executor
+from flashtune.tuner.search.executors.local import LocalExecutor
+from flashtune.tuner.search.request import Phase, Progress, SearchRequest
+from tests.tuner.search.fakes import FakeCompiler, FakeMeasurer, a_problem, by_tile, compiled
+from tests.tuner.search.small_search import SIZE, a_request
+
+Judge = Callable[[Candidate], Evaluation]
+# Makes an executor on several GPUs from the results that each returns.
+Make = Callable[[Store, list[Judge]], Executor]
+
+
+def local(store: Store, judges: list[Judge]) -> Executor:
+    return LocalExecutor(store, FakeCompiler(), dict(enumerate(map(FakeMeasurer, judges))))
+
+
+@pytest.fixture(params=[local])
+def make(request: pytest.FixtureRequest) -> Make:
+    executor: Make = request.param
+    return executor
+
+
+def requests(count: int) -> list[SearchRequest]:
+    return [a_request(problem=a_problem(seqlen_kv=256 * (1 + number))) for number in range(count)]
+
+
+def ignore(progress: Progress) -> None:
+    pass
+
+
+@pytest.mark.parametrize("gpus", [1, 3])
+def test_every_search_has_a_result_progress_and_a_selection(store: Store, make: Make, gpus: int) -> None:
+    wanted, seen, threads = requests(5), list[Progress](), set[int]()
+
+    def observe(progress: Progress) -> None:
+        seen.append(progress)
+        threads.add(threading.get_ident())
+
+    results = list(make(store, [by_tile] * gpus).run(wanted, observe))
+    keys = [request.problem.key for request in wanted]
+    assert sorted(result.problem.key for result in results) == sorted(keys)
+    assert all(result.is_selected and result.counts.tried == SIZE for result in results)
+    assert len(store.selections()) == 5
+    for phase in Phase:
+        assert {progress.problem.key for progress in seen if progress.phase is phase} == {*keys}
+    assert threads == {threading.get_ident()}
+    assert {bool(progress.worker) for progress in seen} == {gpus > 1}
+    if gpus == 1:
+        assert [*dict.fromkeys(progress.problem.key for progress in seen)] == keys
+    assert list(make(store, [by_tile]).run([], observe)) == []
+
+
+def test_the_same_requests_resume(store: Store, make: Make) -> None:
+    list(make(store, [by_tile] * 2).run(requests(3), ignore))
+    results = list(make(store, [by_tile]).run(requests(4), ignore))
+    assert sorted(result.counts.reused for result in results) == [0, SIZE, SIZE, SIZE]
+
+
+def fails_after(count: int, error: BaseException) -> Judge:
+    seen: list[Candidate] = []
+
+    def judge(candidate: Candidate) -> Evaluation:
+        seen.append(candidate)
+        if len(seen) > count:
+            raise error
+        return by_tile(candidate)
+
+    return judge
+
+
+def test_a_fault_of_the_machine_ends_all_searches_and_selects_the_best_so_far(
+    store: Store, make: Make
+) -> None:
+    full = MachineError("the disk is full")
+    with pytest.raises(MachineError, match="the disk is full"):
+        list(make(store, [fails_after(3, full)]).run(requests(3), ignore))
+    assert len(store.selections()) == 1
+
+
+def test_a_closed_generator_ends_all_searches_and_selects_the_best_so_far(store: Store, make: Make) -> None:
+    begun = threading.Event()
+
+    def slow(candidate: Candidate) -> Evaluation:
+        begun.wait(60.0)
+        return by_tile(candidate)
+
+    stream = make(store, [by_tile, slow]).run(requests(9), ignore)
+    with contextlib.closing(stream):
+        first = next(stream)
+        begun.set()
+    assert first.is_selected
+    assert len(store.selections()) < 9
+
+
+def test_an_interrupt_ends_all_searches_and_selects_the_best_so_far(store: Store, make: Make) -> None:
+    best: dict[str, float | None] = {}
+
+    def slow(candidate: Candidate) -> Evaluation:
+        time.sleep(0.01)
+        return by_tile(candidate)
+
+    def observe(progress: Progress) -> None:
+        best[progress.problem.key] = progress.best.ms if progress.best else None
+        if len([ms for ms in best.values() if ms]) == 2:
+            raise KeyboardInterrupt
+
+    with (
+        pytest.raises(KeyboardInterrupt),
+        contextlib.closing(make(store, [slow] * 2).run(requests(9), observe)) as run,
+    ):
+        list(run)
+    assert len(store.selections()) == 2
+    assert len(store.records()) < 2 * SIZE
+
+
+# ---- the local executor -------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def unwarned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(notices, "_seen_messages", {})
+
+
+def test_search_of_a_lost_gpu_goes_on_at_another(store: Store) -> None:
+    lost = lost_device(1, "it was unplugged")
+    executor = local(store, [by_tile, fails_after(3, lost)])
+    sentence = r"GPU 1 cannot be used \(it was unplugged\): the other GPUs continue, also with forward_"
+    with pytest.warns(FlashtuneWarning, match=sentence):
+        results = list(executor.run(requests(4), ignore))
+    assert sorted(result.counts.reused for result in results) == [0, 0, 0, 3]
+    assert all(result.is_selected and result.counts.tried == SIZE for result in results)
+
+
+@pytest.mark.filterwarnings("ignore::flashtune.core.notices.FlashtuneWarning")
+@pytest.mark.parametrize("gpus", [1, 2, 3])
+def test_losing_every_gpu_or_two_by_one_search_ends_all(store: Store, gpus: int) -> None:
+    judges = [fails_after(3, lost_device(gpu, "it was unplugged")) for gpu in range(gpus)]
+    with pytest.raises(DeviceLostError, match="the same command goes on"):
+        list(local(store, judges).run(requests(1), ignore))
+    assert len(store.records()) == 3 * min(gpus, 2)
+    assert len(store.selections()) == 1
+
+
+def test_running_searches_share_the_compilers(store: Store) -> None:
+    for running, width in {1: 7, 2: 4, 3: 3, 9: 1}.items():
+        assert CompilerShare(FakeCompiler(width=7), lambda count=running: count).width == width  # type: ignore[misc]
+    compiler = BusyCompiler(width=4)
+    executor = LocalExecutor(store, compiler, {gpu: FakeMeasurer(by_tile) for gpu in range(2)})
+    assert len(list(executor.run(requests(2), ignore))) == 2
+    assert 2 <= compiler.most <= 4
+
+
+class BusyCompiler(FakeCompiler):
+    """Needs some time for each candidate, and notes how many it compiles at once."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width=width)
+        self.begun, self.most = list[Future[Compiled]](), 0
+
+    def submit(self, scope: SearchTask, candidate: Candidate) -> Future[Compiled]:
+        job: Future[Compiled] = Future()
+        self.begun.append(job)
+        threading.Timer(0.02, job.set_result, [compiled(candidate)]).start()
+        self.most = max(self.most, sum(not begun.done() for begun in self.begun))
+        return job
+
+
+def test_each_waiting_search_compiles_ahead_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    ahead: list[SearchRequest | None] = []
+
+    def noting(*arguments: Any, **options: Any) -> Any:
+        ahead.append(options["following"]())
+        return run_search(*arguments)
+
+    monkeypatch.setattr(local_module, "run_search", noting)
+    wanted = requests(4)
+    list(local(store, [by_tile] * 2).run(wanted, ignore))
+    # In any order, because two threads ask.
+    assert [ahead.count(request) for request in (*wanted, None)] == [0, 0, 1, 1, 2]
