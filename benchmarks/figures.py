@@ -62,6 +62,11 @@ def _versions(name: str) -> str:
     return f"torch {torch}, Triton {triton}"
 
 
+def _fleet(name: str) -> list[float]:
+    """Returns a value of one simulated worker, and of the simulated fleet."""
+    return [row[name] for row in document(RESULTS / "fleet.json.gz")["rows"]]
+
+
 def _tokens() -> str:
     """Returns the number of tokens of each shape of the paper's grid, in thousands."""
     problems = [bench["problem"] for bench in result("bench")["run"]["benches"]]
@@ -176,6 +181,9 @@ FIGURES: dict[str, Callable[[], str]] = {
     "shipped-worst": lambda: f"{max(verdict.worst_ratio for verdict in _verdicts()):.2f}",
     "random-problems": lambda: f"{sum(rows['problems'] for rows in _random_summaries()):,}",
     "random-wrong": lambda: str(sum(len(rows["wrong"]) for rows in _random_summaries())),
+    "fleet-shapes": lambda: f"{_fleet('shapes_per_hour')[1] / _fleet('shapes_per_hour')[0]:.0f}",
+    "fleet-cores": lambda: f"{100 * _fleet('server_cores')[1]:.0f}%",
+    "fleet-rate": lambda: f"{_fleet('shapes_per_hour')[1] / 3600:.0f}",
     "controls": lambda: str(len(_controls())),
     "controls-refused": lambda: str(sum(not control.passed for control in _controls())),
     "mutants": lambda: str(_mutants().total()),

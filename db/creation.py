@@ -32,9 +32,9 @@ def upgrade(url: str | None = None) -> Upgraded:
         engine.dispose()
 
 
-def ready_engine(url: str) -> Engine:
-    """Returns an engine on a database that has all tables and can be written."""
-    engine = make_engine(url)
+def ready_engine(url: str, *, keep: bool = False) -> Engine:
+    """Returns an engine, made with `make_engine`, on a database that has all tables and can be written."""
+    engine = make_engine(url, keep=keep)
     try:
         _created(engine, url)
         # Taking the write lock writes nothing, and fails if the database cannot be written. Another process

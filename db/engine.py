@@ -19,12 +19,15 @@ DEADLINE = "flashtune_deadline"
 READING = "flashtune_reading"
 
 
-def make_engine(url: str, *, read_only: bool = False) -> Engine:
-    """Returns an engine for a URL that `database_url` made, without connecting."""
+def make_engine(url: str, *, read_only: bool = False, keep: bool = False) -> Engine:
+    """Returns an engine for a URL that `database_url` made, without connecting.
+
+    With `keep`, connections to a server are kept for later transactions.
+    """
     path = sqlite_path(url)
     if path is not None:
         return _sqlite_engine(path, read_only)
-    return server_engine(url)
+    return server_engine(url, keep=keep)
 
 
 def _sqlite_engine(path: Path, read_only: bool) -> Engine:

@@ -20,6 +20,9 @@ from flashtune.db.location import describe, without_secrets
 Result = TypeVar("Result")
 
 CONNECT_SECONDS = 3.0
+KEPT_SECONDS = 60
+# Executions of a statement before the server keeps its plan.
+PREPARED_AFTER = 5
 LOCK_SECONDS = 3.0
 # A server reports its own limit first. A server that is stopped reports nothing.
 GRACE_SECONDS = 0.5
@@ -42,15 +45,20 @@ PASSING = re.compile("08...|57P0[123]|53300|55P03|40P01|40001")
 LASTING = re.compile("authentication|does not exist|permission denied|not permitted|pg_hba|SSL|certificate")
 # Limits of one transaction, which poolers of connections pass on. A large database takes longer to scan.
 LIMITS = text("""
-SELECT ms, set_config('lock_timeout', :lock, true), set_config('statement_timeout', ms::text, true)
+SELECT ms, pg_backend_pid(), set_config('lock_timeout', :lock, true),
+    set_config('statement_timeout', ms::text, true)
 FROM (SELECT :least + pg_database_size(current_database()) / :bytes AS ms) AS time
 """).bindparams(
     lock=f"{LOCK_SECONDS:g}s", least=int(1000 * STATEMENT_SECONDS), bytes=int(SCANNED_BYTES_PER_SECOND / 1000)
 )
 
 
-def server_engine(url: str) -> Engine:
-    """Returns an engine for a server's URL, without connecting."""
+def server_engine(url: str, *, keep: bool = False) -> Engine:
+    """Returns an engine for a server's URL, without connecting.
+
+    A connection is made for each transaction: a kept one may be closed by the server, or by a fork. With
+    `keep`, it is kept for a minute, because a new one costs a server more than a transaction.
+    """
     where = describe(url)
     address = make_url(url)
     if address.get_backend_name() != "postgresql":
@@ -62,8 +70,8 @@ def server_engine(url: str) -> Engine:
             f"{where} has another driver than psycopg: write postgresql+psycopg://, or {ELSEWHERE}"
         )
     try:
-        # A connection is made for each transaction: a kept one may be closed by the server, or by a fork.
-        engine = create_engine(address, poolclass=NullPool)
+        pool: dict[str, Any] = {"pool_recycle": KEPT_SECONDS} if keep else {"poolclass": NullPool}
+        engine = create_engine(address, **pool)
     except ImportError as error:
         raise StoreError(f"{where} needs a driver ({error}): install psycopg, or {ELSEWHERE}") from error
 
@@ -72,6 +80,8 @@ def server_engine(url: str) -> Engine:
     ) -> DBAPIConnection:
         # The limit below names the cause.
         options["connect_timeout"] = int(CONNECT_SECONDS) + 1
+        if keep and dialect.driver == "psycopg":
+            options["prepare_threshold"] = None  # Until `_on_begin` knows whether there is a pooler.
         try:
             connection = within(CONNECT_SECONDS, url, lambda: dialect.connect(*arguments, **options))
         except (ValueError, TypeError, OSError) as error:  # options or a host that the driver cannot use
@@ -86,7 +96,8 @@ def server_engine(url: str) -> Engine:
     for name in ("before_cursor_execute", "commit", "rollback"):
         event.listen(engine, name, _start)
     event.listen(engine, "after_cursor_execute", _stop)
-    event.listen(engine, "close", lambda connection, entry: entry.info[WATCH].stop())
+    for name in ("close", "checkin"):
+        event.listen(engine, name, lambda connection, entry: entry.info[WATCH].stop())
     event.listen(engine, "handle_error", lambda context: _on_error(context, url))
     return engine
 
@@ -99,6 +110,7 @@ class Watch:
         self._timer: threading.Timer | None = None
         self.seconds = STATEMENT_SECONDS
         self.is_over = False
+        self.has_limit = False  # Whether `seconds` depends on the size of the database already.
 
     def start(self) -> None:
         """Gives the next step its full time."""
@@ -139,7 +151,15 @@ def _stop(connection: Connection, *_: Any) -> None:
 
 
 def _on_begin(connection: Connection) -> None:
-    connection.info[WATCH].seconds = connection.execute(LIMITS).scalar_one() / 1000
+    watch = connection.info[WATCH]
+    # Later transactions of a kept connection have only the limit of the watch, which costs a server nothing.
+    if not watch.has_limit:
+        ms, process, *_ = connection.execute(LIMITS).one()
+        watch.seconds, watch.has_limit = ms / 1000, True
+        driver: Any = connection.connection.driver_connection
+        # The number differs behind a pooler, which may not pass prepared statements on.
+        if getattr(driver, "prepare_threshold", 0) is None and process == driver.info.backend_pid:
+            driver.prepare_threshold = PREPARED_AFTER
 
 
 def _on_error(context: ExceptionContext, url: str) -> None:

@@ -22,6 +22,7 @@ from flashtune.db.merge import MergeCounts, WhyRefused, merge, merge_tables
 from flashtune.db.queries import (
     fetched,
     insert_record,
+    insert_records,
     now,
     select_chosen,
     select_records,
@@ -89,6 +90,10 @@ class Store:
             StoreError: The database cannot be written.
         """
         return self._write(lambda connection: insert_record(connection, record, now())[0])
+
+    def add_all(self, records: list[Record]) -> list[int]:
+        """Stores some hundred records, all or none, as `add` does. Returns their ids."""
+        return self._write(lambda connection: [row for row, _ in insert_records(connection, records, now())])
 
     def records(
         self, problem: Problem | None = None, target: str | None = None, family: str | None = None

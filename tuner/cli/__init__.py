@@ -31,6 +31,8 @@ UNWRITABLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 SECTIONS: dict[str, dict[str, str]] = {
     "Tune": {
         "search": "Find the fastest correct kernel for a shape; without a GPU, rank candidates.",
+        "worker": "Search the shapes of a queue on this machine's GPUs.",
+        "queue": "Shapes that wait for workers: status, list, retry, cancel.",
         "warm": "Compile and load the kernels of a program before it starts.",
     },
     "Inspect": {

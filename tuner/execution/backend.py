@@ -54,23 +54,33 @@ class WallClock:
 class StoppableClock(WallClock):
     """The clock of a search in a thread. Its waits raise `KeyboardInterrupt` after `stop` was called."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock | None = None) -> None:
+        """Waits as another clock does, which may be stopped too."""
+        self._clock = clock or WallClock()
         self._stopped = threading.Event()
 
     def stop(self) -> None:
         """Ends the waits of all threads."""
         self._stopped.set()
 
+    def now(self) -> float:
+        """Returns the seconds of the other clock."""
+        return self._clock.now()
+
     def wait_for_any(self, pending: Collection[Future[Any]]) -> None:
         """Returns when one of the futures is done, at the latest after `HEARTBEAT`."""
-        super().wait_for_any(pending)
-        if self._stopped.is_set():
-            raise KeyboardInterrupt
+        self._clock.wait_for_any(pending)
+        self.pause(0)
 
     def wait_for_all(self, pending: Collection[Future[Any]]) -> None:
         """Returns when all of the futures are done."""
         while waiting := [job for job in pending if not job.done()]:
             self.wait_for_any(waiting)
+
+    def pause(self, seconds: float) -> None:
+        """Waits for some seconds."""
+        if self._stopped.wait(seconds):
+            raise KeyboardInterrupt
 
 
 class SearchWorkers(NamedTuple):

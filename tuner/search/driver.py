@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from flashtune.core.errors import MachineError, ProblemError
 from flashtune.core.record import Outcome, Provenance, Record
@@ -19,7 +19,7 @@ from flashtune.tuner.search.finals import COMPILED_AHEAD, prove_choice, run_fina
 from flashtune.tuner.search.machine_code import store_machine_code
 from flashtune.tuner.search.pipeline import Pipeline
 from flashtune.tuner.search.policy import Policy, SearchContext, default_policy
-from flashtune.tuner.search.ranking import promising
+from flashtune.tuner.search.ranking import initial_design, promising, rank
 from flashtune.tuner.search.request import (
     Budget,
     Observer,
@@ -124,6 +124,15 @@ def _compile_ahead(request: SearchRequest, store: Store, tools: SearchWorkers) -
     for candidate in enqueued[: max(0, tools.compiler.width - COMPILED_AHEAD)]:
         if not demand(scope, candidate).excess:
             tools.compiler.submit(scope, candidate)
+
+
+def likely_candidates(request: SearchRequest, store: Store, limit: int) -> Iterator[Candidate]:
+    """Yields the candidates that a search tries first and those with the fastest predictions, if they fit."""
+    scope = search_scope(request)
+    experience = _experience(request, scope, store)
+    designed = initial_design(rank(scope, request.seed, experience.fit), limit)
+    candidates = dict.fromkeys((*_promised(request, scope, experience), *designed))
+    return (candidate for candidate in candidates if not demand(scope, candidate).excess)
 
 
 def _promised(request: SearchRequest, scope: SearchTask, experience: WarmStart) -> tuple[Candidate, ...]:

@@ -40,9 +40,11 @@ def run_finals(scope: SearchTask, journal: TrialLog, tools: SearchWorkers, budge
     job = tools.measurer.finals(scope, entrants, budget.closest_seconds)
     tools.clock.wait_for_all((job,))
     measured = job.result()
-    for candidate, measurement in zip(entrants, measured, strict=False):
-        journal.amend(msgspec.structs.replace(journal.rows[candidate].record, measurement=measurement))
     if measured:
+        # A search that is killed leaves all times of a run, or none.
+        timed = zip(entrants, measured, strict=False)
+        before = ((journal.rows[candidate].record, measurement) for candidate, measurement in timed)
+        journal.amend(*(msgspec.structs.replace(old, measurement=new) for old, new in before))
         journal.finalists = entrants
 
 

@@ -54,6 +54,14 @@ BUDGETS = {
 }
 
 
+def budget_of(effort: Effort, trials: int | None = None, seconds: float | None = None) -> Budget:
+    """Returns the budget of an effort. Trials or seconds replace its limits."""
+    if trials is None and seconds is None:
+        return BUDGETS[effort]
+    limits = {"trials": trials, "seconds": seconds, "patience": None, "gain": None}
+    return msgspec.structs.replace(BUDGETS[effort], **limits)
+
+
 class WarmStart(msgspec.Struct, frozen=True):
     """The warm start of a search, from earlier measurements of other problems."""
 
@@ -99,6 +107,7 @@ class Stop(enum.StrEnum):
     SECONDS = "the budget of seconds is spent"
     PATIENCE = "nothing better was found for a while"
     GAIN = "nothing better is expected"
+    ELSEWHERE = "a worker elsewhere ended it"
 
 
 class Tally(msgspec.Struct, frozen=True):

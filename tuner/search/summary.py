@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from flashtune.core.canonical import shape_text
 from flashtune.core.notices import folded_command
 from flashtune.core.record import Outcome, Provenance, Record
+from flashtune.db.location import without_password
 from flashtune.templates.config_text import config_text
 from flashtune.tuner.search.request import SearchResult
 from flashtune.tuner.workloads.work import rate, unit_of
@@ -124,5 +125,5 @@ def next_command(result: SearchResult, db: str | None = None) -> str:
     command = "explain" if result.best else "show --records"
     offline = result.provenance is Provenance.PREDICTED
     target = f" --target {result.target.short_name}" if offline else ""
-    database = f" --db {shlex.quote(db)}" if db else ""
+    database = f" --db {shlex.quote(without_password(db))}" if db else ""
     return f'flashtune {command} --shape "{shape_text(result.problem)}"{target}{database}'

@@ -109,16 +109,17 @@ class TrialLog:
         self.stale += 1
         return self._write(candidate, compiled, evaluation, 0.0)
 
-    def amend(self, record: Record) -> None:
-        """Stores a later result of a candidate: another time, more passed probes, or a failure."""
-        candidate = candidate_of(record)
-        before = self.rows[candidate].record
-        self.rows[candidate] = StoredRecord(self._store.add(record), "", record)
-        self._outcomes[before.outcome] -= 1
-        self._outcomes[record.outcome] += 1
-        failed = record.outcome is not Outcome.OK
-        if failed and self.best is not None and candidate_of(self.best) == candidate:
-            self.best = next(iter(finalists(self.records(), 1, 1.0)), None)
+    def amend(self, *records: Record) -> None:
+        """Stores later results of candidates, all or none: another time, more passed probes, or a failure."""
+        for record, row in zip(records, self._store.add_all([*records]), strict=True):
+            candidate = candidate_of(record)
+            before = self.rows[candidate].record
+            self.rows[candidate] = StoredRecord(row, "", record)
+            self._outcomes[before.outcome] -= 1
+            self._outcomes[record.outcome] += 1
+            failed = record.outcome is not Outcome.OK
+            if failed and self.best is not None and candidate_of(self.best) == candidate:
+                self.best = next(iter(finalists(self.records(), 1, 1.0)), None)
 
     def _write(
         self, candidate: Candidate, compiled: Compiled, evaluation: Evaluation | None, over: float

@@ -140,7 +140,7 @@ def test_shell_completion_of_names(words: tuple[str, ...], completed: list[str])
     assert result.output.split() == [f"plain,{word}" for word in completed]
 
 
-@pytest.mark.parametrize("name", sorted(set(COMMANDS) - {"analyze", "bundle", "db"}))
+@pytest.mark.parametrize("name", sorted(set(COMMANDS) - {"analyze", "bundle", "db", "queue"}))
 def test_help_examples_can_be_parsed(name: str) -> None:
     command = main.get_command(click.Context(main), name)
     assert isinstance(command, Command)

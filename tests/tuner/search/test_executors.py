@@ -3,26 +3,33 @@
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from flashtune.core import notices
 from flashtune.core.errors import MachineError
 from flashtune.core.notices import FlashtuneWarning
-from flashtune.db.store import Store
+from flashtune.db.queue import Queue
+from flashtune.db.store import Store, open_store
 from flashtune.tuner.candidates import Candidate, SearchTask
 from flashtune.tuner.execution.compile_pool import Compiled, CompilerShare
-from flashtune.tuner.execution.evaluation import DeviceLostError, Evaluation, lost_device
+from flashtune.tuner.execution.evaluation import DeviceLostError, Evaluation, Measurer, lost_device
+from flashtune.tuner.fleet import worker
+from flashtune.tuner.fleet.executor import QueueExecutor
+from flashtune.tuner.fleet.jobs import request_of
+from flashtune.tuner.fleet.worker import Patience
 from flashtune.tuner.search.driver import run_search
 from flashtune.tuner.search.executors import local as local_module
 from flashtune.tuner.search.executors.executor import Executor
 from flashtune.tuner.search.executors.local import LocalExecutor
-from flashtune.tuner.search.request import Phase, Progress, SearchRequest
+from flashtune.tuner.search.request import Observer, Phase, Progress, SearchRequest, SearchResult
 from tests.tuner.search.fakes import FakeCompiler, FakeMeasurer, a_problem, by_tile, compiled
-from tests.tuner.search.small_search import SIZE, a_request
+from tests.tuner.search.small_search import SIZE, SPACES, a_request
 
 Judge = Callable[[Candidate], Evaluation]
 # Makes an executor on several GPUs from the results that each returns.
@@ -33,10 +40,39 @@ def local(store: Store, judges: list[Judge]) -> Executor:
     return LocalExecutor(store, FakeCompiler(), dict(enumerate(map(FakeMeasurer, judges))))
 
 
-@pytest.fixture(params=[local])
-def make(request: pytest.FixtureRequest) -> Make:
+class SmallQueueExecutor(QueueExecutor):
+    """A queue whose searches have the spaces of these tests, which no queue takes."""
+
+    def run(self, requests: Sequence[SearchRequest], observer: Observer) -> Generator[SearchResult]:
+        return super().run([msgspec.structs.replace(request, spaces=()) for request in requests], observer)
+
+
+def queued(store: Store, judges: list[Judge]) -> Executor:
+    assert isinstance(store, Queue)
+    measurers: dict[int | None, Measurer] = dict(enumerate(map(FakeMeasurer, judges)))
+    return SmallQueueExecutor(store, FakeCompiler(), measurers, Patience(poll=0.05))
+
+
+@pytest.fixture(params=[local, queued])
+def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Make:
+    def small_request(*arguments: Any) -> SearchRequest:
+        return msgspec.structs.replace(request_of(*arguments), spaces=SPACES)
+
+    monkeypatch.setattr(worker, "request_of", small_request)
     executor: Make = request.param
     return executor
+
+
+@pytest.fixture
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+    """A server's database for the executor that needs one."""
+    needs_server = "queued" in request.node.name
+    with (
+        Queue(request.getfixturevalue("postgres"))
+        if needs_server
+        else open_store(str(tmp_path / "search.sqlite")) as opened
+    ):
+        yield opened
 
 
 def requests(count: int) -> list[SearchRequest]:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-import msgspec
 
 from flashtune.core.errors import KernelError, UsageError
 from flashtune.tuner.cli.command import flashtune_command
@@ -51,7 +50,7 @@ def with_workers_ahead(command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def wrapped(**arguments: Any) -> None:
-        if not arguments["dry_run"]:
+        if not (arguments["dry_run"] or arguments["enqueue"]):
             from flashtune.tuner.execution.processes import start_server
 
             start_server()
@@ -66,6 +65,7 @@ def with_workers_ahead(command: Callable[..., None]) -> Callable[..., None]:
     "flashtune search --model llama-3.1-8b --seqlen 512..8192 --dry-run",
     "flashtune search --target h100 --model llama-3.1-8b --seconds 30",
     "flashtune search --from calls.jsonl --top 10",
+    "flashtune search --db postgresql+psycopg://me@host/tuning --target h100 --model llama-3.1-8b --enqueue",
 )
 @with_workers_ahead
 @problem_options(recorded_file="--from")
@@ -128,6 +128,30 @@ def with_workers_ahead(command: Callable[..., None]) -> Callable[..., None]:
     help="Print the planned searches and their approximate duration, then exit.",
 )
 @click.option(
+    "--enqueue",
+    is_flag=True,
+    help="Queue the shapes in a PostgreSQL database for workers with this GPU, then exit. flashtune "
+    "worker searches them.",
+)
+@click.option(
+    "--wait",
+    is_flag=True,
+    help="With --enqueue, search on the GPUs of this host too, unless --target is given, and wait for all "
+    "results.",
+)
+@click.option(
+    "--priority",
+    type=click.IntRange(-1000, 1000),
+    default=0,
+    show_default=True,
+    help="Jobs of --enqueue with a larger number run first.",
+)
+@click.option(
+    "--predicted",
+    is_flag=True,
+    help="With --enqueue, rehearse: workers without a GPU predict the times.",
+)
+@click.option(
     "--report",
     type=click.Path(file_okay=False, path_type=Path),
     metavar="DIR",
@@ -152,6 +176,10 @@ def command(
     retry_failed: bool,
     repeat: int | None,
     dry_run: bool,
+    enqueue: bool,
+    wait: bool,
+    priority: int,
+    predicted: bool,
     report: Path | None,
     db: str | None,
     as_json: bool,
@@ -168,17 +196,17 @@ def command(
     with both, the first one reached ends the search. Ctrl-C prints the best result so far and the command
     that resumes the search.
     """
-    from flashtune.tuner.search.request import BUDGETS, Effort, SearchRequest
+    from flashtune.tuner.search.request import Effort, SearchRequest, budget_of
     from flashtune.tuner.workloads.models import saving_lse, training_passes
 
+    if (wait or predicted or priority) and not enqueue:
+        raise UsageError("--wait, --predicted and --priority need --enqueue: add it")
+    if wait and priority:
+        raise UsageError("--priority and --wait exclude each other: use one of them")
     problems = _with_recorded(problems, recorded_file, top, target)
     if click.get_current_context().params["phase"] == Phase.TRAINING:
         # Recorded calls contain only the forward pass.
         problems = training_passes(problems)
-    budget = BUDGETS[Effort(effort)]
-    if trials is not None or seconds is not None:
-        limits = {"trials": trials, "seconds": seconds, "patience": None, "gain": None}
-        budget = msgspec.structs.replace(budget, **limits)
     trained = saving_lse(problems)
     # Further GPUs would have no work.
     devices = devices[: len(problems)]
@@ -186,8 +214,9 @@ def command(
         SearchRequest(
             problem=problem,
             target=target,
-            device=next(iter(devices), None),
-            budget=budget,
+            # Jobs are for workers with a GPU.
+            device=next(iter(devices), 0 if enqueue and not predicted else None),
+            budget=budget_of(Effort(effort), trials, seconds),
             families=families,
             seed=seed,
             jobs=jobs,
@@ -199,10 +228,15 @@ def command(
     if dry_run:
         print_expected(expected_of(requests, devices, db), as_json, len(devices))
         return
+    if enqueue and not wait:
+        from flashtune.tuner.cli.commands.queue import enqueue_jobs
+
+        enqueue_jobs(requests, priority, db, as_json=as_json)
+        return
     if repeat is not None:
         _repeat(requests, repeat, as_json)
         return
-    results = _search(requests, devices, db, as_json, report)
+    results = _search(requests, devices, db, as_json, report, enqueue=enqueue)
     if as_json:
         print_json(results)
     _refuse_failures(results)
@@ -235,6 +269,8 @@ def _search(
     db: str | None,
     as_json: bool,
     report: Path | None,
+    *,
+    enqueue: bool,
 ) -> list[SearchResult]:
     """Runs all searches, prints each summary when it is available, and returns the results in order.
 
@@ -244,9 +280,11 @@ def _search(
     from rich.console import Console
 
     from flashtune.db.location import database_url, describe
+    from flashtune.db.queue import Queue
     from flashtune.db.store import open_store
     from flashtune.tuner.cli.html_report.live_report import live_report
     from flashtune.tuner.cli.report.chart_report import require_plotly
+    from flashtune.tuner.fleet.executor import open_queue
     from flashtune.tuner.search.coverage import outlook
     from flashtune.tuner.search.executors.local import open_local
     from flashtune.tuner.search.progress import Display
@@ -262,9 +300,11 @@ def _search(
     latest: dict[str, Progress] = {}
     console = Console(stderr=True)
     with (
-        open_store(db) as store,
+        Queue(db) if enqueue else open_store(db) as store,
         live_report(report, target, url) if report else contextlib.nullcontext(lambda: None) as renew,
-        open_local(store, devices, requests[0].jobs) as executor,
+        open_queue(store, devices, requests[0].jobs)
+        if isinstance(store, Queue)
+        else open_local(store, devices, requests[0].jobs) as executor,
     ):
         try:
             with (

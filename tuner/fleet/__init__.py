@@ -1,0 +1,1 @@
+"""Searches by workers on many hosts: the queue's jobs as requests, and the loop of a worker."""

@@ -1,0 +1,102 @@
+"""Runs searches through a queue: by workers of this host, and of others."""
+
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Generator, Iterator, Mapping, Sequence
+
+from flashtune.core.record import Provenance
+from flashtune.db.queue import Queue
+from flashtune.tuner.execution.backend import open_host
+from flashtune.tuner.execution.compile_pool import SearchCompiler
+from flashtune.tuner.execution.evaluation import Measurer
+from flashtune.tuner.fleet.jobs import queue_versions, spec_of
+from flashtune.tuner.fleet.worker import PATIENCE, Ended, Patience, run_workers
+from flashtune.tuner.search.request import Observer, Progress, SearchRequest, SearchResult, Stop, Tally
+
+
+class QueueExecutor:
+    """An `Executor` with workers for the GPUs of this host, maybe none. Workers elsewhere help.
+
+    The observer gets the progress of searches on this host. Jobs are cancelled if `run` ends early.
+    """
+
+    def __init__(
+        self,
+        queue: Queue,
+        compiler: SearchCompiler | None,
+        measurers: Mapping[int | None, Measurer],
+        patience: Patience = PATIENCE,
+    ) -> None:
+        self._queue = queue
+        self._compiler = compiler
+        self._measurers = measurers
+        self._patience = patience
+
+    def run(self, requests: Sequence[SearchRequest], observer: Observer) -> Generator[SearchResult]:
+        """Runs searches, as `Executor.run` says. A result from elsewhere has no default and no duration."""
+        waiting = {request.problem.key: request for request in requests}
+        if not waiting:
+            return
+        target, queue = requests[0].target, self._queue
+        batch, _ = queue.enqueue(map(spec_of, requests), queue_versions())
+        try:
+            if self._compiler is not None:
+                workers = run_workers(
+                    queue,
+                    target,
+                    self._compiler,
+                    self._measurers,
+                    exit_when_empty=True,
+                    patience=self._patience,
+                )
+                with contextlib.closing(workers) as events:
+                    for event in events:
+                        if isinstance(event, Progress):
+                            observer(event)
+                        elif isinstance(event, Ended) and event.result:
+                            if waiting.pop(event.result.problem.key, None):
+                                yield event.result
+                            if not waiting:
+                                break
+            while waiting:
+                rows = [row for row in queue.jobs() if row.target == target.name]
+                states = {row.problem_key: row for row in rows if row.problem_key in waiting}
+                for key, row in states.items():
+                    if row.state not in ("queued", "running"):
+                        yield self._result(waiting.pop(key), row.reason)
+                if waiting:
+                    time.sleep(self._patience.poll)
+        finally:
+            queue.cancel(batch)
+
+    def _result(self, request: SearchRequest, reason: str) -> SearchResult:
+        """Returns the stored result of a search that ended elsewhere."""
+        name = request.target.name
+        outcomes = Counter(entry.record.outcome for entry in self._queue.records(request.problem, name))
+        chosen = [row for row in self._queue.selections(name) if row.record.problem == request.problem]
+        best = chosen[0] if chosen and not reason else None
+        return SearchResult(
+            problem=request.problem,
+            target=request.target,
+            provenance=Provenance.PREDICTED if request.device is None else Provenance.MEASURED,
+            stop=Stop.ELSEWHERE,
+            seconds=0.0,
+            counts=Tally(dict(outcomes)),
+            candidates=sum(outcomes.values()),
+            best=best.record if best else None,
+            best_id=best.id if best else None,
+            is_selected=best is not None,
+            default=None,
+            reasons=((reason, 1),) if reason else (),
+        )
+
+
+@contextlib.contextmanager
+def open_queue(queue: Queue, devices: Sequence[int], jobs: int | None = None) -> Iterator[QueueExecutor]:
+    """Starts the processes of an executor, as `open_host`. Without devices, only other hosts search."""
+    if not devices:
+        yield QueueExecutor(queue, None, {})
+        return
+    with open_host(devices, jobs) as host:
+        yield QueueExecutor(queue, host.compiler, host.measurers)
