@@ -44,6 +44,7 @@ class SearchTask(msgspec.Struct, frozen=True):
     target: Target
     specialization: Specialization
     spaces: tuple[FamilySpace, ...]
+    driver: str | None = None  # Version of the driver of the GPU's machine. None if that is this machine.
 
     def contains(self, candidate: Candidate) -> bool:
         """Returns whether a candidate is in one of the spaces."""

@@ -56,7 +56,7 @@ class SearchCompiler(Compiler, Protocol):
         """Returns the number of candidates that the search may compile at once."""
         ...
 
-    def compile_delayed(self, scope: SearchTask, candidate: Candidate) -> None:
+    def compile_delayed(self, scope: SearchTask, candidate: Candidate) -> object:
         """Compiles a candidate with random delays into Triton's cache. Does not wait."""
         ...
 
@@ -78,7 +78,7 @@ class CompilePool:
         self._sizes_only = sizes_only
         self.width = workers
         self._workers = Workers(workers)
-        self._delayed: set[tuple[Problem, Candidate, Specialization]] = set()
+        self._delayed: dict[tuple[Problem, Candidate, Specialization], Future[bool]] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -98,14 +98,17 @@ class CompilePool:
         self._start(scope, candidate, settled, again=True)
         return settled
 
-    def compile_delayed(self, scope: SearchTask, candidate: Candidate) -> None:
-        """Compiles a candidate with random delays into Triton's cache. Errors recur in its verification."""
+    def compile_delayed(self, scope: SearchTask, candidate: Candidate) -> Future[bool]:
+        """Compiles a candidate with random delays into Triton's cache. Errors recur in its verification.
+
+        Returns:
+            Whether there is such a kernel.
+        """
         key = scope.problem, candidate, scope.specialization
-        if key in self._delayed:
-            return
-        self._delayed.add(key)
-        arguments = (scope.problem, candidate, scope.specialization, scope.target)
-        self._workers.schedule(build_late, arguments, self._seconds)
+        if key not in self._delayed:
+            arguments = (scope.problem, candidate, scope.specialization, scope.target)
+            self._delayed[key] = self._workers.schedule(build_late, arguments, self._seconds)
+        return self._delayed[key]
 
     def start(self) -> None:
         """Starts the processes without waiting for them."""

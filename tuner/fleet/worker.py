@@ -16,8 +16,8 @@ from flashtune.core.target import Target
 from flashtune.db.queue import Claimant, Lease, LeasedStore, LeaseLostError, Queue, lost
 from flashtune.tuner.execution.backend import SearchWorkers, StoppableClock
 from flashtune.tuner.execution.compile_pool import CompilerShare, SearchCompiler
+from flashtune.tuner.execution.compiled_files import unpack_files
 from flashtune.tuner.execution.evaluation import DeviceLostError, Measurer
-from flashtune.tuner.fleet.compile_ahead import add_files
 from flashtune.tuner.fleet.jobs import claimant, idle_reason, request_of
 from flashtune.tuner.search.driver import run_search
 from flashtune.tuner.search.request import Progress, SearchResult
@@ -221,7 +221,7 @@ class Heart:
             self._known.add(kernel)
             # Without its files, a kernel is compiled here.
             with contextlib.suppress(TableError, OSError):
-                add_files(files, triton_folder())
+                unpack_files(files, triton_folder())
 
     def _run(self) -> None:
         while not self._stop.wait(self._queue.lease_seconds / BEATS):

@@ -10,6 +10,7 @@ from flashtune.core.record import Outcome, Provenance, Record
 from flashtune.db.eligibility import serves_any_tensors
 from flashtune.db.errors import ServerUnavailableError
 from flashtune.db.store import Store, StoredRecord
+from flashtune.dispatch.lookup import default_selection
 from flashtune.dispatch.versions import current_versions
 from flashtune.tuner.candidates import Candidate, SearchTask, contiguous_specialization, demand, open_spaces
 from flashtune.tuner.execution.backend import SearchWorkers, open_workers
@@ -31,6 +32,7 @@ from flashtune.tuner.search.request import (
 )
 from flashtune.tuner.search.trial_log import TrialLog
 from flashtune.tuner.search.warm_start import known_winners, warm_configs
+from flashtune.tuner.workloads.models import forward_of
 
 __all__ = ["Budget", "SearchRequest", "SearchResult", "run_search", "search_scope"]
 
@@ -61,6 +63,7 @@ def run_search(
         reporter.report(Phase.STARTING)
         experience = _experience(request, scope, store)
         enqueued = _promised(request, scope, experience)
+        _compile_forward(scope, tools)
         for candidate in enqueued[:1]:
             measures.warm_up(scope, candidate)
         context = SearchContext(
@@ -109,7 +112,7 @@ def search_scope(request: SearchRequest) -> SearchTask:
         raise ProblemError(f"{problem.key} is empty, so nothing can be searched: give lengths of at least 1")
     spaces = open_spaces(problem, request.target, request.families, request.spaces)
     assumed = contiguous_specialization(problem, lse=request.lse)
-    scope = SearchTask(problem, request.target, assumed, spaces)
+    scope = SearchTask(problem, request.target, assumed, spaces, request.driver)
     return scope if request.families or request.spaces else promising(scope, shipped_fit())
 
 
@@ -121,6 +124,7 @@ def _compile_ahead(request: SearchRequest, store: Store, tools: SearchWorkers) -
     """Starts compiling the first candidates of the next search into Triton's cache."""
     scope = search_scope(request)
     enqueued = _promised(request, scope, _experience(request, scope, store))
+    _compile_forward(scope, tools)
     for candidate in enqueued[: max(0, tools.compiler.width - COMPILED_AHEAD)]:
         if not demand(scope, candidate).excess:
             tools.compiler.submit(scope, candidate)
@@ -133,6 +137,17 @@ def likely_candidates(request: SearchRequest, store: Store, limit: int) -> Itera
     designed = initial_design(rank(scope, request.seed, experience.fit), limit)
     candidates = dict.fromkeys((*_promised(request, scope, experience), *designed))
     return (candidate for candidate in candidates if not demand(scope, candidate).excess)
+
+
+def _compile_forward(scope: SearchTask, tools: SearchWorkers) -> None:
+    """Starts compiling the forward pass that computes the inputs of a gradient, into Triton's cache."""
+    if scope.problem.is_backward and tools.measurer.provenance is Provenance.MEASURED:
+        forward = forward_of(scope.problem)
+        assumed = contiguous_specialization(forward, lse=True)
+        record = default_selection(forward, scope.target, assumed).record
+        assert record.config is not None
+        task = SearchTask(forward, scope.target, assumed, ())
+        tools.compiler.submit(task, Candidate(record.family, record.config))
 
 
 def _promised(request: SearchRequest, scope: SearchTask, experience: WarmStart) -> tuple[Candidate, ...]:
@@ -177,7 +192,7 @@ def _stands(present: Record, chosen: Record, request: SearchRequest) -> bool:
     # This search timed the families that it searched in one run, which is more precise than stored times.
     if present.config is None or not request.families or present.family in request.families:
         return False
-    installed = present.versions.makers == current_versions(present.family).makers
+    installed = present.versions.makers == current_versions(present.family, request.driver).makers
     return installed and (present.ms or math.inf) < (chosen.ms or math.inf)
 
 

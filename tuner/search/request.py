@@ -87,6 +87,7 @@ class SearchRequest(msgspec.Struct, frozen=True, kw_only=True):
     experience: WarmStart | None = None
     # Whether candidates that failed in earlier searches are tried again.
     retry_failed: bool = False
+    driver: str | None = None  # As in `SearchTask`.
     lse: bool = False  # Whether forward kernels return the log-sum-exp, which training saves.
 
 

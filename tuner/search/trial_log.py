@@ -133,7 +133,7 @@ class TrialLog:
             kernel=compiled.kernel,
             outcome=evaluation.outcome if evaluation else compiled.outcome,
             provenance=self._provenance,
-            versions=current_versions(candidate.family),
+            versions=current_versions(candidate.family, self._scope.driver),
             resources=compiled.resources,
             verdict=evaluation.verdict if evaluation else None,
             measurement=evaluation.measurement if evaluation else None,

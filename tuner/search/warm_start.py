@@ -57,7 +57,7 @@ def _answers(record: Record, scope: SearchTask, provenance: Provenance) -> bool:
         return False
     if record.provenance is not provenance and record.outcome not in COMPILED_WITHOUT_GPU:
         return False
-    now = current_versions(record.family)
+    now = current_versions(record.family, scope.driver)
     if record.provenance is Provenance.PREDICTED or record.outcome in COMPILED_WITHOUT_GPU:
         # These results do not depend on the driver.
         now = msgspec.structs.replace(now, driver=record.versions.driver)

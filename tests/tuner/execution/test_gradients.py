@@ -8,12 +8,12 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from flashtune import testing
-from flashtune.core.kernel import Specialization
+from flashtune.core.kernel import Specialization, specialization_of
 from flashtune.core.problem import Bias, Causal, Problem, score_bytes
 from flashtune.core.target import find_target
 from flashtune.launch.tensors import BackwardTensors
 from flashtune.templates.registry import find_family
-from flashtune.tuner.candidates import Candidate
+from flashtune.tuner.candidates import Candidate, contiguous_specialization
 from flashtune.tuner.execution import sdpa, timed_runs
 from flashtune.tuner.execution.inputs import Tensors, make_tensors
 from flashtune.tuner.workloads.models import backward_of, forward_of, saving_lse, training_passes
@@ -150,3 +150,14 @@ def test_training_lists_both_passes_of_each_problem_once() -> None:
     assert forward_of(reproducible) == forward
     (other,) = parse_shape(f"{shape},causal")
     assert saving_lse([forward, other, reproducible]) == {forward}
+
+
+@pytest.mark.parametrize("changes", CASES.values(), ids=CASES)
+def test_forward_kernel_that_a_search_compiles_ahead_is_that_of_the_gradients_inputs(
+    changes: dict[str, object],
+) -> None:
+    problem = msgspec.structs.replace(PROBLEM, **changes)
+    tensors = make_tensors(problem, CPU)
+    inputs = (tensors.q, tensors.k, tensors.v, tensors.out)
+    needed = specialization_of(inputs, lse=True, bias=tensors.side.bias)
+    assert contiguous_specialization(forward_of(problem), lse=True) == needed

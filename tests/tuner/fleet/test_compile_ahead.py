@@ -18,8 +18,8 @@ from flashtune.launch.compilation import is_compiled
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from flashtune.tuner.candidates import contiguous_specialization
+from flashtune.tuner.execution.compiled_files import MAX_UNPACKED, FileList, unpack_files
 from flashtune.tuner.fleet import compile_ahead
-from flashtune.tuner.fleet.compile_ahead import FileList, add_files
 from flashtune.tuner.fleet.jobs import queue_versions
 
 A100 = find_target("a100")
@@ -54,7 +54,7 @@ def test_worker_of_another_machine_compiles_the_likely_kernels(
         # Another worker finds nothing to compile.
         assert list(compile_ahead.compile_ahead(queue, A100, 2, exit_when_empty=True)) == [(1, 0)]
         assert not is_compiled(kernel, A100)
-        add_files(files[kernel.digest], tmp_path / "own")
+        unpack_files(files[kernel.digest], tmp_path / "own")
         assert is_compiled(kernel, A100)
         queue.cancel(None, (1,))
         queue.batches()
@@ -83,7 +83,7 @@ def test_list_of_files_names_those_of_this_machine(tmp_path: Path) -> None:
         f"{FOLDER}/k.json": b"{}",
         f"{FOLDER}/k.cubin": b"code",
     }
-    add_files(archive(**members), tmp_path)
+    unpack_files(archive(**members), tmp_path)
     written = msgspec.json.decode((tmp_path / FOLDER / "__grp__k.json").read_bytes(), type=FileList)
     assert written.child_paths == {name: str(tmp_path / FOLDER / name) for name in ("k.json", "k.cubin")}
     assert (tmp_path / FOLDER / "k.cubin").read_bytes() == b"code"
@@ -98,7 +98,7 @@ def test_list_of_files_names_those_of_this_machine(tmp_path: Path) -> None:
         archive(**{f"/{FOLDER}/k.json": b"{}"}),
         archive(**{f"{FOLDER}/../../k.json": b"{}"}),
         archive(**{f"{FOLDER}/k.so": b"code"}),
-        archive(**{f"{FOLDER}/k.cubin": bytes(compile_ahead.MAX_UNPACKED + 1)}),
+        archive(**{f"{FOLDER}/k.cubin": bytes(MAX_UNPACKED + 1)}),
         archive(**{f"{FOLDER}/__grp__k.json": b'{"child_paths": {"k.json": 1}}'}),
         archive(**{f"{FOLDER}/k.json": b"{}"})[:-30],
     ],
@@ -106,5 +106,5 @@ def test_list_of_files_names_those_of_this_machine(tmp_path: Path) -> None:
 def test_hostile_files_are_refused(files: bytes, tmp_path: Path) -> None:
     folder = tmp_path / "triton"
     with pytest.raises(TableError):
-        add_files(files, folder)
+        unpack_files(files, folder)
     assert not [name for _, _, names in os.walk(tmp_path) for name in names]

@@ -1,8 +1,9 @@
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -13,6 +14,9 @@ from flashtune.templates.registry import find_family
 from flashtune.tuner.candidates import FamilySpace, SearchTask
 from flashtune.tuner.execution.machine_probe import look_for_fault
 from flashtune.tuner.execution.processes import Workers
+
+if TYPE_CHECKING:
+    from flashtune.tuner.fleet.ray_cluster import Cluster
 
 # Worker processes import the fakes by name, as the tests do; last, so that nothing is shadowed.
 ROOT = str(Path(__file__).parents[3])
@@ -58,6 +62,22 @@ def healthy_machine(jobs: Jobs, load: list[float]) -> None:
     from tests.tuner.search import fakes
 
     jobs[look_for_fault] = fakes.nothing_wrong
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> "Iterator[Cluster]":
+    """The processes of a Ray cluster on this machine, with fakes of compilers and of GPUs."""
+    from flashtune.tuner.fleet.ray_cluster import open_cluster
+    from tests.tuner.search.ray_fakes import CLASSES, started_cluster
+    from tests.tuner.search.small_search import H100
+
+    # Paths of sockets have a limit of 107 bytes.
+    with (
+        tempfile.TemporaryDirectory(dir="/tmp", prefix="ray-") as folder,
+        started_cluster(Path(folder)) as address,
+        open_cluster(address, H100, 2, CLASSES) as cluster,
+    ):
+        yield cluster
 
 
 @pytest.fixture

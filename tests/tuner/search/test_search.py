@@ -7,12 +7,15 @@ import msgspec
 import pytest
 
 from flashtune.core.errors import MachineError, ProblemError
+from flashtune.core.problem import Direction
 from flashtune.core.record import Outcome, Provenance, Resources, Verdict
 from flashtune.db.store import Store, open_store
+from flashtune.templates.registry import find_family
 from flashtune.tuner.candidates import Candidate
 from flashtune.tuner.execution.compile_pool import Compiled
 from flashtune.tuner.execution.evaluation import Evaluation, Predictor, lost_device
 from flashtune.tuner.search.request import Budget, Phase, Progress, Stop
+from flashtune.tuner.workloads.models import backward_of
 from tests.tuner.search.fakes import (
     KERNEL,
     FakeCompiler,
@@ -204,3 +207,20 @@ def test_an_empty_problem_is_refused(store: Store) -> None:
     with pytest.raises(ProblemError, match="nothing can be searched"):
         search(store, FakeMeasurer(by_tile), problem=a_problem(seqlen_kv=0))
     assert store.records() == []
+
+
+def test_forward_pass_of_a_gradient_compiles_before_the_candidates(store: Store) -> None:
+    compiler = FakeCompiler(lambda candidate: Compiled(Outcome.OK, KERNEL, Resources(1000, registers=64)))
+    gradient = backward_of(a_problem())
+    search(
+        store,
+        FakeMeasurer(lambda candidate: right(1.0)),
+        compiler,
+        problem=gradient,
+        spaces=(),
+        families=("backward_split",),
+        budget=Budget(2, None),
+    )
+    first, *others = [find_family(candidate.family).direction for candidate in compiler.seen]
+    assert first is Direction.FORWARD
+    assert {*others} == {Direction.BACKWARD}

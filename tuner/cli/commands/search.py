@@ -37,7 +37,9 @@ if TYPE_CHECKING:
 
     from flashtune.core.problem import Problem
     from flashtune.core.target import Target
+    from flashtune.db.store import Store
     from flashtune.tuner.search.coverage import Expectation
+    from flashtune.tuner.search.executors.executor import Executor
     from flashtune.tuner.search.progress import Display
     from flashtune.tuner.search.request import Observer, Progress, SearchRequest, SearchResult
 
@@ -128,6 +130,13 @@ def with_workers_ahead(command: Callable[..., None]) -> Callable[..., None]:
     help="Print the planned searches and their approximate duration, then exit.",
 )
 @click.option(
+    "--ray",
+    "ray_address",
+    metavar="ADDRESS",
+    help="Search on the free GPUs of a Ray cluster, of the model of --target or of this machine, and compile "
+    "on all of its nodes. auto: the cluster of this machine. local: start one here.",
+)
+@click.option(
     "--enqueue",
     is_flag=True,
     help="Queue the shapes in a PostgreSQL database for workers with this GPU, then exit. flashtune "
@@ -176,6 +185,7 @@ def command(
     retry_failed: bool,
     repeat: int | None,
     dry_run: bool,
+    ray_address: str | None,
     enqueue: bool,
     wait: bool,
     priority: int,
@@ -199,6 +209,8 @@ def command(
     from flashtune.tuner.search.request import Effort, SearchRequest, budget_of
     from flashtune.tuner.workloads.models import saving_lse, training_passes
 
+    if ray_address is not None and (enqueue or repeat is not None):
+        raise UsageError("--ray excludes --enqueue and --repeat: use one of them")
     if (wait or predicted or priority) and not enqueue:
         raise UsageError("--wait, --predicted and --priority need --enqueue: add it")
     if wait and priority:
@@ -236,7 +248,7 @@ def command(
     if repeat is not None:
         _repeat(requests, repeat, as_json)
         return
-    results = _search(requests, devices, db, as_json, report, enqueue=enqueue)
+    results = _search(requests, devices, db, as_json, report, enqueue=enqueue, ray_address=ray_address)
     if as_json:
         print_json(results)
     _refuse_failures(results)
@@ -271,6 +283,7 @@ def _search(
     report: Path | None,
     *,
     enqueue: bool,
+    ray_address: str | None,
 ) -> list[SearchResult]:
     """Runs all searches, prints each summary when it is available, and returns the results in order.
 
@@ -284,9 +297,7 @@ def _search(
     from flashtune.db.store import open_store
     from flashtune.tuner.cli.html_report.live_report import live_report
     from flashtune.tuner.cli.report.chart_report import require_plotly
-    from flashtune.tuner.fleet.executor import open_queue
     from flashtune.tuner.search.coverage import outlook
-    from flashtune.tuner.search.executors.local import open_local
     from flashtune.tuner.search.progress import Display
     from flashtune.tuner.search.summary import summary_lines
 
@@ -302,9 +313,7 @@ def _search(
     with (
         Queue(db) if enqueue else open_store(db) as store,
         live_report(report, target, url) if report else contextlib.nullcontext(lambda: None) as renew,
-        open_queue(store, devices, requests[0].jobs)
-        if isinstance(store, Queue)
-        else open_local(store, devices, requests[0].jobs) as executor,
+        _executor(store, requests, devices, ray_address) as executor,
     ):
         try:
             with (
@@ -321,6 +330,23 @@ def _search(
             print_interrupted(latest.values())
             raise
     return [results[request.problem.key] for request in requests]
+
+
+def _executor(
+    store: Store, requests: tuple[SearchRequest, ...], devices: tuple[int, ...], ray_address: str | None
+) -> contextlib.AbstractContextManager[Executor]:
+    """Returns the executor of the searches, whose processes start and end with the context."""
+    from flashtune.db.queue import Queue
+    from flashtune.tuner.fleet.executor import open_queue
+    from flashtune.tuner.fleet.ray_cluster import open_ray
+    from flashtune.tuner.search.executors.local import open_local
+
+    jobs = requests[0].jobs
+    if ray_address is not None:
+        return open_ray(store, ray_address, requests[0].target, jobs)
+    if isinstance(store, Queue):
+        return open_queue(store, devices, jobs)
+    return open_local(store, devices, jobs)
 
 
 def _with_recorded(

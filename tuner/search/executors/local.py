@@ -25,12 +25,20 @@ class LocalExecutor:
     """
 
     def __init__(
-        self, store: Store, compiler: SearchCompiler, measurers: Mapping[int | None, Measurer]
+        self,
+        store: Store,
+        compiler: SearchCompiler,
+        measurers: Mapping[int | None, Measurer],
+        driver: str | None = None,
     ) -> None:
-        """Takes the measurer of each GPU by its index, or of None to predict times."""
+        """Takes the measurer of each GPU by its index, or of None to predict times.
+
+        `driver` is the version of the GPU driver if the GPUs are those of other machines.
+        """
         self._store = store
         self._compiler = compiler
         self._measurers = dict(measurers)
+        self._driver = driver
         self._running: dict[Future[SearchResult], tuple[int | None, SearchRequest]] = {}
 
     def run(self, requests: Sequence[SearchRequest], observer: Observer) -> Generator[SearchResult]:
@@ -95,7 +103,7 @@ class LocalExecutor:
 
         compiler = CompilerShare(self._compiler, lambda: len(self._running))
         workers = SearchWorkers(compiler, self._measurers[device], clock)
-        request = msgspec.structs.replace(request, device=device)
+        request = msgspec.structs.replace(request, device=device, driver=self._driver)
         return run_search(request, self._store, observe, workers, following=following)
 
 

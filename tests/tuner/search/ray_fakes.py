@@ -1,0 +1,90 @@
+"""A Ray cluster on this machine, and processes with fakes of the compiler and the GPU."""
+
+import asyncio
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from flashtune.tuner.candidates import Candidate, SearchTask
+from flashtune.tuner.execution.compile_pool import Compiled
+from flashtune.tuner.execution.evaluation import Evaluation
+from flashtune.tuner.fleet.ray_cluster import Classes
+from flashtune.tuner.fleet.ray_nodes import CompileNode, GpuNode, Identity, identity
+from tests.tuner.search.fakes import FakeCompiler, FakeMeasurer, by_tile
+from tests.tuner.search.small_search import H100
+
+GPUS = 3
+START_SECONDS = 60.0
+
+
+class FakeGpuNode(GpuNode):
+    """A GPU that returns given times."""
+
+    def __init__(self) -> None:
+        self._worker = FakeMeasurer(by_tile)  # type: ignore[assignment]
+
+    def identity(self) -> Identity:
+        return Identity(H100, identity(None).versions)
+
+    def use(self, judge: Callable[[Candidate], Evaluation]) -> None:
+        self._worker = FakeMeasurer(judge)  # type: ignore[assignment]
+
+    def die(self) -> None:
+        os._exit(1)
+
+
+class FakeCompileNode(CompileNode):
+    """Compilers that compile nothing."""
+
+    def __init__(self, width: int) -> None:
+        self._compiler = FakeCompiler(width=width)
+
+    async def compile(self, task: SearchTask, candidate: Candidate) -> tuple[Compiled, bytes]:
+        return await asyncio.wrap_future(self._compiler.submit(task, candidate)), b""
+
+    async def compile_delayed(self, task: SearchTask, candidate: Candidate) -> bytes:
+        return b""
+
+    def die(self) -> None:
+        os._exit(1)
+
+
+CLASSES = Classes(FakeGpuNode, FakeCompileNode)
+
+
+@contextlib.contextmanager
+def started_cluster(folder: Path) -> Iterator[str]:
+    """Starts a cluster with GPUs that do not exist, and gives its address."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [
+        *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--port", str(port)),
+        *("--node-ip-address", "127.0.0.1", "--num-cpus", "4", "--num-gpus", str(GPUS)),
+        *("--include-dashboard", "false", "--disable-usage-stats", "--temp-dir", str(folder)),
+    ]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        try:
+            _wait_for(port)
+            yield f"127.0.0.1:{port}"
+        finally:
+            process.terminate()
+
+
+def _wait_for(port: int) -> None:
+    """Returns when a cluster accepts connections."""
+    end = time.monotonic() + START_SECONDS
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), 1.0).close()
+        except OSError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.1)
+        else:
+            return

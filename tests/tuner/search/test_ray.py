@@ -1,0 +1,103 @@
+"""Tests of searches on a Ray cluster: lost processes, nodes that do not fit, and errors of users."""
+
+import random
+import sys
+import threading
+import time
+from collections import Counter
+from typing import Any
+
+import msgspec
+import pytest
+import ray
+from ray.exceptions import RayError
+
+from flashtune.core.errors import UsageError
+from flashtune.core.notices import FlashtuneWarning
+from flashtune.db.store import Store
+from flashtune.tuner.candidates import Candidate
+from flashtune.tuner.execution.evaluation import Evaluation
+from flashtune.tuner.fleet.ray_cluster import Cluster, alike, open_cluster
+from flashtune.tuner.fleet.ray_nodes import Identity, identity
+from flashtune.tuner.search.selection import candidate_of
+from tests.support.fuzzing import fuzz_count
+from tests.tuner.search.fakes import a_problem, by_tile
+from tests.tuner.search.ray_fakes import START_SECONDS
+from tests.tuner.search.small_search import H100, SIZE, a_request
+from tests.tuner.search.test_executors import on_ray
+
+pytestmark = pytest.mark.xdist_group("ray")
+SAMPLES_OF_FINALS = 21
+
+
+def slow(candidate: Candidate) -> Evaluation:
+    time.sleep(0.02)
+    return by_tile(candidate)
+
+
+@pytest.mark.slow
+def test_killed_processes_lose_and_repeat_no_result(store: Store, ray_cluster: Cluster) -> None:
+    drawn = random.Random(5)
+    processes = [*ray_cluster.gpus, *ray_cluster.compilers]
+    for number in range(fuzz_count(3, 200)):
+        first = 3 * number + 1
+        wanted = [a_request(problem=a_problem(seqlen_kv=64 * (first + each))) for each in range(3)]
+        executor = on_ray(ray_cluster, store, [slow] * len(ray_cluster.gpus))
+        victim = processes[-1] if number == 0 else drawn.choice(processes)
+        killer = threading.Timer(drawn.uniform(0.0, 0.6), victim.die.remote)
+        killer.start()
+        results = list(executor.run(wanted, lambda progress: None))
+        killer.join()
+        assert all(result.is_selected and result.counts.tried == SIZE for result in results)
+        assert len(results) == len(wanted)
+        assert len(store.selections()) == first + 2
+        for request in wanted:
+            rows = [row.record for row in store.records(request.problem)]
+            timed = [row for row in rows if row.measurement and row.measurement.samples != SAMPLES_OF_FINALS]
+            assert set(Counter(map(candidate_of, timed)).values()) == {1}
+            assert {row.versions.driver for row in rows} == {ray_cluster.driver}
+        wait_for(victim)
+
+
+def wait_for(process: Any) -> None:
+    """Returns when a killed process is back."""
+    end = time.monotonic() + START_SECONDS
+    while time.monotonic() < end:
+        try:
+            ray.get(process.identity.remote())
+        except RayError:
+            time.sleep(0.5)
+        else:
+            return
+
+
+def test_nodes_with_other_versions_are_not_used() -> None:
+    own = identity(None)
+    names = list(own.versions)
+    other = {**own.versions, names[0]: msgspec.structs.replace(own.versions[names[0]], triton="1.0")}
+    newer = {name: msgspec.structs.replace(each, driver="999.1") for name, each in own.versions.items()}
+    known = {
+        "a": Identity(H100, own.versions),
+        "b": Identity(None, other),
+        "c": Identity(H100, newer),
+        "d": Identity(None, newer),
+    }
+    driver = own.versions[names[0]].driver
+    with pytest.warns(FlashtuneWarning, match=r"node [bc] is not used: its versions differ"):
+        assert alike(known, driver, {key: f"node {key}" for key in known}) == {"a", "d"}
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "nowhere", "local-"])
+def test_wrong_address_is_one_sentence(address: str) -> None:
+    with pytest.raises(UsageError, match="Ray cluster") as error, open_cluster(address, H100):
+        pass
+    assert "\n" not in str(error.value)
+
+
+def test_missing_ray_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with (
+        pytest.raises(UsageError, match=r"--ray needs Ray: install flashtune\[ray\]"),
+        open_cluster("auto", H100),
+    ):
+        pass

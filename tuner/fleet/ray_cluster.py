@@ -1,0 +1,177 @@
+"""Searches on the GPUs of a Ray cluster, with compilers on all of its nodes."""
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from flashtune.core.errors import UsageError, printable
+from flashtune.core.notices import warn_once
+from flashtune.core.target import Target
+from flashtune.db.store import Store
+from flashtune.dispatch.versions import current_versions
+from flashtune.launch.compilation import first_line
+from flashtune.tuner.execution.evaluation import Measurer
+from flashtune.tuner.search.executors.local import LocalExecutor
+
+if TYPE_CHECKING:
+    from flashtune.tuner.fleet.ray_nodes import Identity
+
+# Time for the start of a process on a node, which imports torch.
+START_SECONDS = 120.0
+# Calls of a process at once.
+CALLS = 1000
+INSTALL = "install flashtune[ray]"
+
+
+class Classes(NamedTuple):
+    """The classes of a cluster's processes."""
+
+    gpu: type
+    compiler: type
+
+
+class Cluster(NamedTuple):
+    """The processes of a connected cluster."""
+
+    gpus: dict[Any, str]  # Actors of `GpuNode`, and their names in messages.
+    compilers: dict[Any, int]  # Actors of `CompileNode`, and the number of processes of each.
+    driver: str  # Version of the GPU driver.
+
+
+@contextlib.contextmanager
+def open_cluster(
+    address: str, target: Target, jobs: int | None = None, classes: Classes | None = None
+) -> Iterator[Cluster]:
+    """Connects to a cluster and starts its processes. They end with the context.
+
+    Args:
+        address: Address of the cluster, `auto` for that of this machine, or `local` to start one here.
+        target: The model of the GPUs to use.
+        jobs: The number of compiler processes of a node. By default, one for each free core.
+        classes: The classes that replace `GpuNode` and `CompileNode` in tests.
+
+    Raises:
+        UsageError: Ray is missing or has another version, the cluster cannot be reached, has no free GPU of
+            the model, or other versions of flashtune, Triton or ptxas.
+    """
+    try:
+        import ray
+    except ImportError:
+        raise UsageError(f"--ray needs Ray: {INSTALL}") from None
+    from flashtune.tuner.fleet.ray_nodes import CompileNode, GpuNode
+
+    classes = classes or Classes(GpuNode, CompileNode)
+    where = printable(address)
+    try:
+        if address == "local":
+            ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+        else:
+            ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, ValueError) as error:
+        raise UsageError(
+            f"no Ray cluster answers at {where} ({first_line(error)}): name its address, such as HOST:6379"
+        ) from None
+    except RuntimeError as error:
+        raise UsageError(
+            f"the Ray cluster at {where} cannot be used ({first_line(error)}): install its versions of Ray "
+            "and Python"
+        ) from None
+    try:
+        yield _started(ray, where, target, jobs, classes)
+    finally:
+        ray.shutdown()
+
+
+def _started(ray: Any, where: str, target: Target, jobs: int | None, classes: Classes) -> Cluster:
+    """Starts a process for each GPU, and one for the compilers of each node."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    gpus: dict[Any, str] = {}
+    compilers: dict[Any, tuple[str, int]] = {}
+    for node in ray.nodes():
+        if not node["Alive"]:
+            continue
+        count, cores = (int(node["Resources"].get(kind, 0)) for kind in ("GPU", "CPU"))
+        name, width = node["NodeManagerHostname"], jobs or max(1, cores - count)
+        options = {
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
+            "max_restarts": -1,
+            "max_concurrency": CALLS,
+        }
+        for number in range(count):
+            actor = ray.remote(classes.gpu).options(num_gpus=1, num_cpus=0, **options).remote()
+            gpus[actor] = f"GPU {number} of {name}"
+        # With fewer free cores than processes, Ray would never start the actor.
+        needed = min(width, max(0, cores - count))
+        actor = ray.remote(classes.compiler).options(num_cpus=needed, **options).remote(width)
+        compilers[actor] = f"the compilers of {name}", width
+    known = _identities(ray, {**gpus, **{actor: name for actor, (name, _) in compilers.items()}})
+    models = {found.name for actor in gpus if actor in known and (found := known[actor].target)}
+    chosen = tuple(actor for actor in gpus if actor in known and known[actor].target == target)
+    if not chosen:
+        free = " and ".join(sorted(models)) or "none"
+        raise UsageError(
+            f"no free GPU of the Ray cluster at {where} is {target.name} (free: {free}): name one by --target"
+        )
+    driver = next(iter(known[chosen[0]].versions.values())).driver
+    able = alike(known, driver, {**gpus, **{actor: name for actor, (name, _) in compilers.items()}})
+    chosen = tuple(actor for actor in chosen if actor in able)
+    widths = {actor: width for actor, (_, width) in compilers.items() if actor in able}
+    if not (chosen and widths):
+        raise UsageError(
+            f"nodes of the cluster at {where} have other versions of flashtune, Triton or ptxas than this "
+            "machine: install the same ones"
+        )
+    return Cluster({actor: gpus[actor] for actor in chosen}, widths, driver)
+
+
+def _identities(ray: Any, actors: dict[Any, str]) -> "dict[Any, Identity]":
+    """Returns the identities of the processes that started in time. A warning names the others."""
+    from ray.exceptions import RayError
+
+    known, end = {}, time.monotonic() + START_SECONDS
+    asked = {actor: actor.identity.remote() for actor in actors}
+    for actor, name in actors.items():
+        try:
+            known[actor] = ray.get(asked[actor], timeout=max(0.0, end - time.monotonic()))
+        except (RayError, TimeoutError) as error:
+            # A waiting process would take resources later.
+            ray.kill(actor)
+            warn_once(name, f"{name} is not used: it did not start ({first_line(error)})")
+    return known
+
+
+def alike(known: "dict[Any, Identity]", driver: str, actors: dict[Any, str]) -> set[Any]:
+    """Returns the processes with this machine's versions, and on GPUs the given driver. Warns of others."""
+    able = set()
+    for actor, found in known.items():
+        same = all(
+            (theirs.flashtune, theirs.template, *theirs.compilers)
+            == (ours.flashtune, ours.template, *ours.compilers)
+            for family, theirs in found.versions.items()
+            for ours in (current_versions(family),)
+        )
+        own = {versions.driver for versions in found.versions.values()}
+        if same and (found.target is None or own == {driver}):
+            able.add(actor)
+        else:
+            warn_once(actors[actor], f"{actors[actor]} is not used: its versions differ")
+    return able
+
+
+@contextlib.contextmanager
+def open_ray(
+    store: Store, address: str, target: Target, jobs: int | None = None, classes: Classes | None = None
+) -> Iterator[LocalExecutor]:
+    """Starts an executor for the GPUs of a cluster, as `open_cluster`. This process stores its results."""
+    with open_cluster(address, target, jobs, classes) as cluster:
+        from flashtune.tuner.fleet.ray_nodes import RayCompiler, RayMeasurer
+
+        compiler = RayCompiler(cluster.compilers)
+        measurers: dict[int | None, Measurer] = {
+            number: RayMeasurer(actor, compiler, name)
+            for number, (actor, name) in enumerate(cluster.gpus.items())
+        }
+        yield LocalExecutor(store, compiler, measurers, cluster.driver)
