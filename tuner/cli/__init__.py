@@ -27,7 +27,7 @@ INTERRUPTED = 128
 UNWRITABLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 
 # Sections of the list of commands, with names and one line of help each. Command NAME is the attribute
-# `command` of the module of that name, with `_` for `-`. A Python keyword gets a trailing `_`.
+# `command` of the module that `module_name` returns.
 SECTIONS: dict[str, dict[str, str]] = {
     "Tune": {
         "search": "Find the fastest correct kernel for a shape; without a GPU, rank candidates.",
@@ -221,8 +221,12 @@ def ended_by_signals() -> Iterator[None]:
 
 
 def module_name(command: str) -> str:
-    """Returns the module of a command: `sram-audit` is in `sram_audit`, `import` in `import_`."""
-    return "import_" if command == "import" else command.replace("-", "_")
+    """Returns the module of a command: `sram-audit` is in `sram_audit`, `import` in `import_`.
+
+    Commands that list names are in `listing`.
+    """
+    name = "import_" if command == "import" else command.replace("-", "_")
+    return f"listing.{name}" if command in SECTIONS["List names"] else name
 
 
 @click.group(

@@ -1,0 +1,1 @@
+"""Commands that list the names of shapes, models, GPUs and kernel families."""
