@@ -97,7 +97,7 @@ def server_engine(url: str, *, keep: bool = False) -> Engine:
         event.listen(engine, name, _start)
     event.listen(engine, "after_cursor_execute", _stop)
     for name in ("close", "checkin"):
-        event.listen(engine, name, lambda connection, entry: entry.info[WATCH].stop())
+        event.listen(engine, name, _end)
     event.listen(engine, "handle_error", lambda context: _on_error(context, url))
     return engine
 
@@ -148,6 +148,13 @@ def _start(connection: Connection, *_: Any) -> None:
 
 def _stop(connection: Connection, *_: Any) -> None:
     connection.info[WATCH].stop()
+
+
+def _end(_: DBAPIConnection | None, entry: ConnectionPoolEntry) -> None:
+    """Ends the watch of a returned connection. A connection that could not be made again has none."""
+    watch: Watch | None = entry.info.get(WATCH)
+    if watch is not None:
+        watch.stop()
 
 
 def _on_begin(connection: Connection) -> None:

@@ -5,10 +5,13 @@ import traceback
 from pathlib import Path
 
 import pytest
+from sqlalchemy import text
 
 from flashtune.core.errors import StoreError
 from flashtune.db import server as connections
+from flashtune.db.engine import reading
 from flashtune.db.retries import Retries
+from flashtune.db.server import server_engine
 from flashtune.db.store import open_store
 from tests.db.records import make_record, reader_of
 from tests.support.postgres import PASSWORD, Server
@@ -64,3 +67,19 @@ def test_old_servers_and_missing_drivers(
         assert "and flashtune needs 99 or newer: upgrade it" in refusal(postgres)
     monkeypatch.setitem(sys.modules, "psycopg2", None)
     assert "needs a driver" in refusal(postgres.replace("psycopg", "psycopg2"))
+
+
+def test_kept_connections_are_made_again_after_the_server_was_away(own_postgres: Server) -> None:
+    url = own_postgres.url()
+    engine = server_engine(url, keep=True)
+    query = text("SELECT 1")
+    with reading(engine, url) as connection:
+        assert connection.execute(query).scalar_one() == 1
+    own_postgres.stop()
+    for _ in range(3):
+        with pytest.raises(StoreError, match="database"), reading(engine, url) as connection:
+            connection.execute(query)
+    own_postgres.start()
+    with reading(engine, url) as connection:
+        assert connection.execute(query).scalar_one() == 1
+    engine.dispose()
