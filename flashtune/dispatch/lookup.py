@@ -31,6 +31,7 @@ from flashtune.dispatch.nearest import (
     WHOLE_FAMILY,
     is_far,
     may_split,
+    splits_keys,
     tuned_alike,
     without_hidden_keys,
 )
@@ -58,6 +59,9 @@ FLOAT32_BACKWARD = "backward_fused"
 # With block masks of 128, tuned kernels of `forward_masked` took 1.3 to 1.4 times as long as estimated,
 # relative to those of `forward_hopper`. Measured at three shapes on an H100 and an H200.
 PORTABLE_BLOCKS, PORTABLE_FACTOR = 128, 1.3
+# Splits of this family's tiles are preferred to those of DECODING_FAMILY if their modelled time is less than
+# this multiple. Relative to measured times at tuned shapes, the models are that far apart.
+SPLIT_TILES_FAMILY, SPLIT_TILES_LEAD = "forward_hopper", 1.25
 # The shape of prompts with features in bundles.
 BUNDLED_EXTENTS = {"heads": 32, "kv_heads": 8, "batch": 2, "seqlen_q": 2048, "seqlen_kv": 2048}
 
@@ -137,10 +141,10 @@ def _selected(
 def _is_new_phase(problem: Problem, record: Record, why: TransferEstimate) -> bool:
     """Whether the nearest tuned shape is far, and only one of both has few queries, as in decoding.
 
-    The decoding family also splits the keys of more queries.
+    Splits of keys make times of more queries similar.
     """
     nearest = why.nearest.problem
-    if problem.seqlen_q > FEW_QUERIES and record.family == DECODING_FAMILY:
+    if problem.seqlen_q > FEW_QUERIES and splits_keys(record):
         return False
     few = [shape.seqlen_q <= FEW_QUERIES for shape in (problem, nearest)]
     return few[0] != few[1] and is_far(nearest, problem)
@@ -201,6 +205,8 @@ def _default_rank(family: Family, problem: Problem, target: Target) -> tuple[boo
         rows = problem.group_size * problem.seqlen_q
         tiles = problem.batch * math.ceil(rows / LATENT_ROWS)
         return False, -2 if rows >= LATENT_ROWS or 4 * tiles >= target.sm_count else 0, family.name
+    if family.name == SPLIT_TILES_FAMILY and _splits_tiles(family, problem, target):
+        return False, -2, family.name
     if family.name == DECODING_FAMILY and (problem.seqlen_q <= FEW_QUERIES or _splits_pay(problem, target)):
         return False, -1, family.name
     if family.name == FLOAT32_BACKWARD and problem.dtype.is_float32:
@@ -218,6 +224,18 @@ def _splits_pay(problem: Problem, target: Target) -> bool:
         family.makespan_ms(problem, family.default(problem, target), target) for family in (split, whole)
     )
     return split_ms < SPLIT_GAIN * whole_ms
+
+
+def _splits_tiles(family: Family, problem: Problem, target: Target) -> bool:
+    """Whether a family that serves a call splits keys by default, in less time than DECODING_FAMILY does."""
+    config = family.default(problem, target)
+    if not may_split(problem) or getattr(config, "num_splits", 1) == 1:
+        return False
+    other = find_family(DECODING_FAMILY)
+    if other.supports(problem, target) is not None:
+        return True
+    other_ms = other.makespan_ms(problem, other.default(problem, target), target)
+    return family.makespan_ms(problem, config, target) < SPLIT_TILES_LEAD * other_ms
 
 
 def _why_not(family: Family, problem: Problem, target: Target, specialization: Specialization) -> str | None:

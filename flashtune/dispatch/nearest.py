@@ -32,6 +32,11 @@ def may_split(problem: Problem) -> bool:
     return many and not problem.is_backward and not problem.mla
 
 
+def splits_keys(record: Record) -> bool:
+    """Whether a record's kernel splits keys, or may do so at other shapes."""
+    return record.family == DECODING_FAMILY or getattr(record.config, "num_splits", 1) > 1
+
+
 def without_hidden_keys(problem: Problem) -> Problem:
     """Returns a problem without the last keys if no query sees them."""
     if problem.causal is Causal.TOP_LEFT and problem.seqlen_q < problem.seqlen_kv:

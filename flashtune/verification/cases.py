@@ -16,7 +16,16 @@ from flashtune.core.problem import Problem
 from flashtune.verification.lengths import Lengths, equal_lengths, is_ragged, usual_lengths
 from flashtune.verification.probes import Probe
 from flashtune.verification.serving_shapes import ServingCase, even_lengths, serving_cases
-from flashtune.verification.shapes import MAX_BLOCKS, ROUNDS, Shape, Tile, rounds_of, shapes_of, third_tiles
+from flashtune.verification.shapes import (
+    MAX_BLOCKS,
+    ROUNDS,
+    Shape,
+    Tile,
+    rounds_of,
+    shapes_of,
+    split_shapes,
+    third_tiles,
+)
 
 TENSORS = ("q", "k", "v", "out")
 # Tile sizes of a config that has no such parameters.
@@ -81,7 +90,9 @@ def lengths_of(case: Case) -> Lengths:
 
 def splits_of(config: Config) -> int:
     """Returns the number of splits of a decoding kernel, at least 1, or 0 if the kernel does not decode."""
-    splits: int | None = getattr(config, "num_splits", None)
+    # Tiles of consumer groups have many queries, of all lengths of keys.
+    decodes = not hasattr(config, "num_consumer_groups")
+    splits: int | None = getattr(config, "num_splits", None) if decodes else None
     return 0 if splits is None else max(1, splits)
 
 
@@ -99,17 +110,19 @@ def companions(problem: Problem, config: Config, level: Level, *, reduced: bool)
     block_m, block_n = tile_of(config)
     tile = Tile(block_m, block_n, 1 if reduced else min(config.num_stages, MAX_BLOCKS - 2))
     splits = splits_of(config)
+    parts = 1 if splits else getattr(config, "num_splits", 1)
+    quick = level is Level.QUICK
     if splits or problem.features:
-        problems = serving_cases(tile, splits, problem, quick=level is Level.QUICK, reduced=reduced)
+        problems = serving_cases(tile, splits, problem, quick=quick, reduced=reduced, parts=parts)
         return tuple(served_cases(problem, problems, block_n))
-    shapes = shapes_of(tile, problem, quick=level is Level.QUICK)
+    shapes = (*shapes_of(tile, problem, quick=quick), *split_shapes(tile, parts, quick=quick))
     if reduced:
         # No other reduced problem has three tiles of queries and of keys in full attention.
         return tuple(cases_of(problem, (*shapes, third_tiles(tile)), block_n, FEW_HEADS))
     # With packed heads, one head must remain for a partly filled tile.
     pack = getattr(config, "pack_gqa", 1)
     heads = HEADS if pack == 1 else (*HEADS, (2 * pack + 1, 1, 1))
-    rounds = rounds_of(tile, quick=level is Level.QUICK)
+    rounds = rounds_of(tile, quick=quick)
     return (*cases_of(problem, shapes, block_n, heads), *cases_of(problem, rounds, block_n, ROUNDS))
 
 

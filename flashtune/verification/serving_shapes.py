@@ -13,7 +13,15 @@ import msgspec
 from flashtune.core.problem import Causal, Problem
 from flashtune.verification.lengths import Lengths, is_ragged
 from flashtune.verification.probes import Probe
-from flashtune.verification.shapes import SMALL_REPEATS, Shape, Tile, rounds_of, shapes_of, third_tiles
+from flashtune.verification.shapes import (
+    SMALL_REPEATS,
+    Shape,
+    Tile,
+    rounds_of,
+    shapes_of,
+    split_shapes,
+    third_tiles,
+)
 
 # Largest windows and chunks that a check covers: with few queries, with as many queries as keys, and in an
 # interpreter.
@@ -47,19 +55,20 @@ class ServingCase(NamedTuple):
 
 
 def serving_cases(
-    tile: Tile, splits: int, problem: Problem, *, quick: bool, reduced: bool
+    tile: Tile, splits: int, problem: Problem, *, quick: bool, reduced: bool, parts: int = 1
 ) -> Iterator[ServingCase]:
     """Yields the problems of a check in a fixed order.
 
     In decoding, the tile's queries are rows: queries times heads that share a KV head. `splits` is 0 for a
-    kernel that does not decode. An interpreter needs `reduced` problems.
+    kernel that does not decode, whose tiles may have `parts` of their keys. An interpreter needs `reduced`
+    problems.
     """
     shapes = _decoding(tile, splits, quick) if splits else _plain(tile, problem, quick)
     borders = border_shapes(tile, problem, quick=quick, reduced=reduced, decoding=splits > 0)
     plain, decoding = (FEW_HEADS, FEW_DECODE_HEADS) if reduced else (HEADS, DECODE_HEADS)
     turns = LATENT_HEADS if problem.mla else decoding if splits else plain
     batches = FEW_BATCHES if reduced else BATCHES
-    for turn, shape in enumerate((*shapes, *borders)):
+    for turn, shape in enumerate((*shapes, *borders, *split_shapes(tile, parts, quick=quick))):
         heads = turns[turn % len(turns)]
         few = _few_queries(shape, heads, problem) if splits else shape
         yield with_lengths(problem, few, heads, turn, batches[turn % len(batches)], quick=quick)

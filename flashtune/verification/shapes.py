@@ -104,6 +104,26 @@ def rounds_of(tile: Tile, *, quick: bool) -> Iterator[Shape]:
         yield Shape(Probe.NEEDLE, 3 * m, 2 * m + 1, SMALL_REPEATS)
 
 
+def split_shapes(tile: Tile, parts: int, *, quick: bool) -> Iterator[Shape]:
+    """Yields problems with keys around borders of the parts into which tiles split their keys."""
+    if parts == 1:
+        return
+    m, n, _ = tile
+    # Keys may be many, so queries are few.
+    few, border = m // 4 + 1, parts * n
+    yield Shape(Probe.RANDOM, few, border + n + 1)
+    yield Shape(Probe.FIRST, few, 2 * border)
+    yield Shape(Probe.LAST, few, 2 * border + 1)
+    yield Shape(Probe.FAR_BELOW, few, border + 1)
+    yield Shape(Probe.STEEP, few, 2 * border - 1)
+    if quick:
+        return
+    lengths = ((1, border), (few, border - 1), (2 * few, 3 * border // 2), (m + 1, border + n))
+    for probe in (Probe.RANDOM, Probe.FAR_BELOW, Probe.NEEDLE, Probe.RISING):
+        for queries, keys in lengths:
+            yield Shape(probe, queries, keys)
+
+
 def third_tiles(tile: Tile) -> Shape:
     """Returns a problem with three tiles of queries and of keys, of which the last are partly filled."""
     return Shape(Probe.RANDOM, 2 * tile.queries + 1, 2 * tile.keys + 1)

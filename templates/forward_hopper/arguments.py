@@ -1,8 +1,18 @@
 """Run-time arguments of the kernel: descriptors of its tensors, and addresses of keys in small pages."""
 
-from flashtune.core.kernel import POINTER_ALIGNMENT, Argument, Specialization
+import msgspec
+
+from flashtune.core.config import LaunchOptions
+from flashtune.core.kernel import POINTER_ALIGNMENT, Argument, Specialization, Step
 from flashtune.core.problem import Bias, Dtype, KvDtype, Problem
-from flashtune.templates.common.args.arguments import COUNTS, SCALES, descriptor, pointer_type
+from flashtune.templates.common.args.arguments import (
+    COUNTS,
+    PARTIALS,
+    SCALES,
+    combine_step,
+    descriptor,
+    pointer_type,
+)
 from flashtune.templates.common.args.side import side_numbers, side_strides, side_tensors
 from flashtune.templates.common.model.sram import Chunk, chunks_of
 from flashtune.templates.family import Arguments
@@ -14,6 +24,7 @@ from flashtune.templates.forward_hopper.space import (
     shares_rows,
     stored_dtype,
 )
+from flashtune.templates.forward_hopper.splits import COMBINE_WARPS
 
 # Steps of the descriptors of keys and values, if a tensor has the lengths of sequences.
 STEPS = ("k_batch_step", "k_head_step", "v_batch_step", "v_head_step")
@@ -55,6 +66,8 @@ def hopper_arguments(problem: Problem, config: HopperConfig, specialization: Spe
     rows = copied_keys(problem, config)
     keys = *outer, rows
     counts: tuple[str, ...] = PACKED_COUNTS if problem.packed else (*COUNTS, "heads_per_swizzle")
+    is_split = config.num_splits > 1
+    counts += ("splits",) * is_split
     if problem.page_size and problem.packed:
         counts += ("seqlen_kv",)
     steps = STEPS if problem.kv_lengths and not problem.packed else ()
@@ -77,7 +90,7 @@ def hopper_arguments(problem: Problem, config: HopperConfig, specialization: Spe
         *keys_and_values,
         *(
             _descriptor("o", chunk, v_chunks, dtype.out, (*queries, chunk.width // parts))
-            for chunk in v_chunks
+            for chunk in (() if is_split else v_chunks)
         ),
         *_bias_descriptor(problem, config),
         *addresses,
@@ -85,6 +98,7 @@ def hopper_arguments(problem: Problem, config: HopperConfig, specialization: Spe
         *(Argument(name, "*fp32") for name in (SCALES if dtype.is_quantized else ())),
         *(tensor for tensor in side_tensors(problem) if tensor.name not in LISTED_INPUTS),
         *_lists(problem, config),
+        *(Argument(name, "*fp32", POINTER_ALIGNMENT) for name in PARTIALS if is_split),
         Argument("scale", "fp32"),
         *side_numbers(problem),
         *(Argument(name, "i32") for name in (*counts, *_list_counts(problem))),
@@ -92,6 +106,18 @@ def hopper_arguments(problem: Problem, config: HopperConfig, specialization: Spe
         *(Argument(name, "i32") for name in steps),
         *(Argument(name, "i32") for name in page_steps),
     )
+
+
+def combining_step(problem: Problem, specialization: Specialization) -> Step:
+    """Returns the launch that combines the splits. With packed sequences it needs their ends."""
+    step = combine_step(problem.dtype, specialization, LaunchOptions(COMBINE_WARPS, 1, early=True))
+    if not problem.packed:
+        return step
+    starts = (tensor for tensor in side_tensors(problem) if tensor.name == "cu_seqlens_q")
+    pointers = [argument for argument in step.arguments if argument.type.startswith("*")]
+    numbers = step.arguments[len(pointers) :]
+    own = (*pointers, *starts, *numbers, Argument("sequences", "i32"))
+    return msgspec.structs.replace(step, arguments=own)
 
 
 def classifying_arguments(problem: Problem, specialization: Specialization) -> Arguments:

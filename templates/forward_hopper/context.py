@@ -18,6 +18,7 @@ from flashtune.templates.forward_hopper.space import (
     shares_rows,
     stored_dtype,
 )
+from flashtune.templates.forward_hopper.splits import COMBINE_WARPS, combined_columns, split_tile
 
 # Warps of a program that classifies blocks, and the blocks of a bias for each program, which reads few rows.
 CLASSIFYING_WARPS = {Bias.BOOLEAN: 2, Bias.ADDITIVE: 8}
@@ -30,6 +31,7 @@ def hopper_context(problem: Problem, config: HopperConfig, specialization: Speci
         _tile_values(problem, config)
         | _element_values(problem, config)
         | _mask_values(problem, config)
+        | _split_values(problem, config)
         | {"lse": specialization.lse}
     )
 
@@ -60,6 +62,20 @@ def _tile_values(problem: Problem, config: HopperConfig) -> dict[str, object]:
         "copied_keys": copied_keys(problem, config),
         "gathers": gathers(problem),
         "copies_pages": problem.page_size > 0 and not gathers(problem),
+    }
+
+
+def _split_values(problem: Problem, config: HopperConfig) -> dict[str, object]:
+    """Returns the values of splits of the keys, and of the kernel that combines them."""
+    combined = combined_columns(problem, config.num_splits)
+    return {
+        # A tile has one part of the keys, of which a second kernel combines all.
+        "is_split": config.num_splits > 1,
+        "split_tile": split_tile(config.num_splits),
+        "combined": combined,
+        "column_blocks": -(-problem.value_head_dim // combined),
+        "masked_columns": problem.value_head_dim % combined > 0,
+        "combine_warps": COMBINE_WARPS,
     }
 
 
@@ -129,7 +145,7 @@ def _mask_values(problem: Problem, config: HopperConfig) -> dict[str, object]:
         "ends_early": ends_early,
         "keys_rank": 5 if ends_early else 4,
         # A block may hold no key that a row sees.
-        "is_masked": has_border or ends_early or has_lists(problem),
+        "is_masked": has_border or ends_early or has_lists(problem) or config.num_splits > 1,
         # ALiBi depends on the distance of keys on both sides, instead of on their position.
         "measures_distance": measures_distance,
         # Scores of a row lack a term that is equal for all its keys.

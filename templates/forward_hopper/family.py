@@ -1,5 +1,7 @@
 """Hopper's forward pass in Gluon: producer warps and consumer groups, for sm_90 only."""
 
+import math
+
 import msgspec
 
 from flashtune.core.config import LaunchOptions, Space
@@ -21,11 +23,12 @@ from flashtune.templates.common.model.traffic import mean_queries
 from flashtune.templates.family import Arguments, Context, FamilyOf
 from flashtune.templates.forward_hopper.arguments import (
     classifying_arguments,
+    combining_step,
     hopper_arguments,
     listing_arguments,
 )
 from flashtune.templates.forward_hopper.context import CLASSIFYING_WARPS, hopper_context
-from flashtune.templates.forward_hopper.perf_model import HopperModel
+from flashtune.templates.forward_hopper.perf_model import HopperModel, split_variants
 from flashtune.templates.forward_hopper.space import (
     CONVERTED_HEAD_DIMS,
     GROUP_ROWS,
@@ -38,6 +41,7 @@ from flashtune.templates.forward_hopper.space import (
     padded,
     usual_config,
 )
+from flashtune.templates.forward_hopper.splits import can_split, splits_by_default
 
 HOPPER = 90
 QUANTIZED_FEATURES = {Feature.WINDOW, Feature.DROPOUT}
@@ -50,7 +54,7 @@ EXCLUDED_WITH_BIAS = {Feature.PACKED, Feature.PAGES, Feature.KV_LENGTHS, Feature
 EXCLUDED_WITH_BLOCK_MASK = {Feature.PACKED, Feature.PAGES, Feature.BIAS, Feature.PREFIX}
 # Additional bytes of the compiler: exchange between roles, and alignment gaps.
 SPARE_BYTES = 1024
-# A full grid replaces a balanced one if it takes less than this fraction of its time.
+# A full grid replaces a balanced one, and splits replace whole keys, if they take less than this fraction.
 UNEVEN = 0.95
 
 
@@ -101,14 +105,25 @@ class ForwardHopper(HopperModel, FamilyOf[HopperConfig]):
         return specialization.takes_descriptors(dtype) and specialization.copies_bias is not False
 
     def space(self, problem: Problem, target: Target) -> Space:
-        return hopper_space(problem)
+        return hopper_space(problem, target)
 
     def default(self, problem: Problem, target: Target) -> HopperConfig:
         """Returns the best config of most lengths, for untuned shapes; padded if needed to fit.
 
+        Few tiles over long keys are split, so that all SMs have work.
+
         With some numbers of tiles, one program of a balanced grid gets most of the long tiles. The config
         then uses all SMs.
         """
+        config = self._whole(problem, target)
+        spread = tuple(split_variants(problem, config, target)) if splits_by_default() else ()
+        best = min((self.makespan_ms(problem, other, target) for other in spread), default=math.inf)
+        if best < UNEVEN * self.makespan_ms(problem, config, target):
+            return next(other for other in spread if self.makespan_ms(problem, other, target) == best)
+        return config
+
+    def _whole(self, problem: Problem, target: Target) -> HopperConfig:
+        """Returns the default config without splits."""
         config = usual_config(problem)
         is_short = mean_queries(problem) <= GROUP_ROWS
         if problem.packed and is_short and config.num_consumer_groups > 1:
@@ -141,9 +156,16 @@ class ForwardHopper(HopperModel, FamilyOf[HopperConfig]):
         arguments = transpose_arguments(problem.dtype, specialization, WORKSPACE)
         return Step("transpose_values", arguments, LaunchOptions(GROUP_WARPS, 1))
 
+    def epilogue(self, problem: Problem, config: HopperConfig, specialization: Specialization) -> Step | None:
+        return combining_step(problem, specialization) if config.num_splits > 1 else None
+
     def context(self, problem: Problem, config: HopperConfig, specialization: Specialization) -> Context:
         if problem.packed and config.pack_gqa > 1:
             raise KernelError("heads share no tiles in varlen batches: set pack_gqa to 1")
+        if config.num_splits > 1 and not can_split(problem):
+            raise KernelError(
+                "keys are not split with dropout, a bias, masks or 8-bit queries: set num_splits to 1"
+            )
         return hopper_context(problem, config, specialization)
 
 

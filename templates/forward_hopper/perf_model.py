@@ -1,6 +1,7 @@
 """Performance model of the Hopper family: SRAM and makespan; other schedules of the same work."""
 
 import itertools
+import math
 from collections.abc import Iterable
 
 import msgspec
@@ -8,7 +9,14 @@ import msgspec
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Bias, KvScale, Problem
 from flashtune.core.target import Target
-from flashtune.templates.common.model.cost import CostParams, block_us, tile_us, together_us, traffic_us
+from flashtune.templates.common.model.cost import (
+    CostParams,
+    block_us,
+    combining_us,
+    tile_us,
+    together_us,
+    traffic_us,
+)
 from flashtune.templates.common.model.sram import chunks_of, columns
 from flashtune.templates.common.model.tile_schedule import (
     TileCost,
@@ -27,6 +35,7 @@ from flashtune.templates.forward_hopper.space import (
     hopper_space,
     raw_stages,
 )
+from flashtune.templates.forward_hopper.splits import count_tiles, splits_by_default
 
 BARRIER_BYTES = 8
 SCALE_BYTES = 4
@@ -99,7 +108,11 @@ class HopperModel(PerformanceModel[HopperConfig]):
             BytesItem(f"bias, {biases} in flight", config.block_m * config.block_n * size * biases),
             BytesItem(f"k and v in 8 bits, {raw} in flight", raw * config.block_n * values),
             BytesItem(f"scales of pages, {config.num_stages} in flight", scales * SCALE_BYTES),
-            BytesItem("out to be stored", config.block_m * staged * problem.dtype.out.itemsize),
+            # Outputs of splits are stored from registers.
+            BytesItem(
+                "out to be stored",
+                config.block_m * staged * problem.dtype.out.itemsize * (config.num_splits == 1),
+            ),
             BytesItem("barriers", barriers),
             BytesItem("indices of tiles", QUEUE_SLOTS * INDEX_BYTES * config.dynamic_schedule),
         )
@@ -117,8 +130,12 @@ class HopperModel(PerformanceModel[HopperConfig]):
             + _conversion(problem, config, target),
             tile_us(problem, config.block_m, pace, target) + _between(config),
         )
-        num_programs = persistent_programs(tiling.total, config.balanced_grid, target.sm_count)
-        busy = largest_load(tiling, num_programs, config.head_swizzle, config.order.value, cost)
+        parts = config.num_splits
+        num_programs = persistent_programs(tiling.total * parts, config.balanced_grid, target.sm_count)
+        if parts > 1:
+            busy = _busy_with_splits(tiling, num_programs, parts, cost)
+        else:
+            busy = largest_load(tiling, num_programs, config.head_swizzle, config.order.value, cost)
         streamed = extremes(tiling).mean * tiling.total * config.block_n
         head_swizzle = min(config.head_swizzle or tiling.heads, tiling.heads)
         moving = traffic_us(
@@ -129,8 +146,9 @@ class HopperModel(PerformanceModel[HopperConfig]):
             target,
             neighbours=min(head_swizzle, tiling.packs),
         )
+        combining = combining_us(problem, parts, target)
         lost = DRIFT_PENALTY if _programs_drift(tiling, num_programs, head_swizzle, target) else 0.0
-        return ((1 + lost) * (pace.launch + together_us(busy, moving)) + _listing(problem)) / 1e3
+        return ((1 + lost) * (pace.launch + together_us(busy, moving)) + _listing(problem) + combining) / 1e3
 
     def schedule_variants(
         self, problem: Problem, config: HopperConfig, target: Target
@@ -140,7 +158,7 @@ class HopperModel(PerformanceModel[HopperConfig]):
         They have other orders and groups of heads, all SMs or fewer, or one consumer group. Others have other
         blocks of keys, with as many heads of a group in a tile as possible.
         """
-        space = hopper_space(problem)
+        space = hopper_space(problem, target)
         axes = {axis.name: axis.values for axis in space.axes}
         swizzles = tuple(head_swizzle for head_swizzle in axes["head_swizzle"] if head_swizzle in SWIZZLES)
         choices = (
@@ -164,6 +182,8 @@ class HopperModel(PerformanceModel[HopperConfig]):
             other = msgspec.structs.replace(config, pack_gqa=pack, block_n=block_n)
             if other != config and space.contains(other):
                 yield other
+        if splits_by_default():
+            yield from split_variants(problem, config, target)
 
     def hbm_items(self, problem: Problem, config: HopperConfig, target: Target | None = None) -> BytesItems:
         problem = unpacked(problem)
@@ -171,6 +191,43 @@ class HopperModel(PerformanceModel[HopperConfig]):
         return streamed_items(
             problem, config.block_m, config.block_n, at_once, target, packed_heads=config.pack_gqa
         )
+
+
+def split_variants(problem: Problem, config: HopperConfig, target: Target) -> Iterable[HopperConfig]:
+    """Returns points of a space whose splits give every SM one or two tiles, with other groups and packs."""
+    space = hopper_space(problem, target)
+    axes = {axis.name: axis.values for axis in space.axes}
+    counts = [count for count in axes["num_splits"] if isinstance(count, int) and count > 1]
+    for groups, pack in itertools.product(dict.fromkeys((config.num_consumer_groups, 1)), axes["pack_gqa"]):
+        assert isinstance(pack, int)
+        tiles = count_tiles(problem, groups * config.rows_per_group, pack)
+        fitting = (
+            [count for count in counts if count * tiles <= waves * target.sm_count] for waves in (1, 2)
+        )
+        for splits in dict.fromkeys(most[-1] for most in fitting if most):
+            other = msgspec.structs.replace(
+                config,
+                num_consumer_groups=groups,
+                ping_pong=config.ping_pong and groups > 1,
+                # Outputs of splits are stored from registers.
+                split_epilogue=False,
+                pack_gqa=pack,
+                order=Order.LINEAR,
+                balanced_grid=False,
+                num_splits=splits,
+            )
+            if other != config and space.contains(other):
+                yield other
+
+
+def _busy_with_splits(tiling: Tiling, num_programs: int, splits: int, cost: TileCost) -> float:
+    """Returns the largest cost of a persistent program if tiles are split evenly."""
+    blocks = extremes(tiling)
+    rounds = math.ceil(tiling.total * splits / num_programs)
+    longest, mean = (
+        math.ceil(count / splits) * cost.block + cost.tile for count in (blocks.most, blocks.mean)
+    )
+    return max(longest, rounds * mean)
 
 
 def running_programs(problem: Problem, config: HopperConfig, target: Target | None) -> AtOnce:

@@ -7,11 +7,14 @@ import msgspec
 
 from flashtune.core.config import Axis, BlockSize, Config, Space
 from flashtune.core.problem import Bias, BlockLists, Dtype, KvDtype, Problem
+from flashtune.core.target import Target
 from flashtune.templates.common.model.sram import columns, head_chunks, is_exact
+from flashtune.templates.forward_hopper.splits import MAX_SPLITS, TILES_PER_SM, count_tiles, split_counts
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=64)]
 WeightTiles = Annotated[int, msgspec.Meta(ge=0, le=2)]
 Section = Annotated[int, msgspec.Meta(ge=0, le=2**16)]
+Splits = Annotated[int, msgspec.Meta(ge=1, le=MAX_SPLITS)]
 
 GROUP_WARPS = 4
 GROUP_THREADS = 128
@@ -98,6 +101,8 @@ class HopperConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True
     # A program takes the next tile when it has copied the keys of the last one. Tiles of block masks have
     # different lengths that only the device knows.
     dynamic_schedule: bool = False
+    # Parts of the keys of each tile, for several programs. A second kernel combines them.
+    num_splits: Splits = 1
 
     @property
     def block_m(self) -> int:
@@ -105,7 +110,7 @@ class HopperConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True
         return self.num_consumer_groups * self.rows_per_group
 
 
-def hopper_space(problem: Problem) -> Space:
+def hopper_space(problem: Problem, target: Target) -> Space:
     """Returns the search space; benchmarks/results/hopper.md names the excluded configs."""
     differ = tiles_differ(problem)
     axes = (
@@ -132,8 +137,9 @@ def hopper_space(problem: Problem) -> Space:
         Axis("order", tuple(Order) if differ else (Order.LINEAR,), False),
         Axis("balanced_grid", (False, True)),
         Axis("dynamic_schedule", (False, True) if problem.block_mask else (False,), False),
+        Axis("num_splits", split_counts(problem, _packs(problem), target)),
     )
-    return Space(HopperConfig, axes, lambda config: _is_possible(problem, config))
+    return Space(HopperConfig, axes, lambda config: _is_possible(problem, config, target))
 
 
 def tiles_differ(problem: Problem) -> bool:
@@ -187,7 +193,7 @@ def _packs(problem: Problem) -> tuple[int, ...]:
     return tuple(pack for pack in PACKS if pack < 2 * problem.group_size)
 
 
-def _is_possible(problem: Problem, config: Config) -> bool:
+def _is_possible(problem: Problem, config: Config, target: Target) -> bool:
     """Returns whether registers and SRAM suffice for a config, and its values are consistent."""
     assert isinstance(config, HopperConfig)
     return (
@@ -196,7 +202,14 @@ def _is_possible(problem: Problem, config: Config) -> bool:
         and (not config.split_epilogue or _can_be_halved(problem, config.split_head_dim))
         and _registers_fit(problem, config)
         and (not problem.block_mask or _blocks_divide(problem, config))
+        and (config.num_splits == 1 or _splits_fit(problem, config, target))
     )
+
+
+def _splits_fit(problem: Problem, config: HopperConfig, target: Target) -> bool:
+    """Returns whether there are not too many splits of tiles, which have no outputs in shared memory."""
+    tiles = count_tiles(problem, config.block_m, config.pack_gqa)
+    return tiles * config.num_splits <= TILES_PER_SM * target.sm_count and not config.split_epilogue
 
 
 def _blocks_divide(problem: Problem, config: HopperConfig) -> bool:

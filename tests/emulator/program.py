@@ -98,6 +98,7 @@ class Program:
             "wait_named_barrier": lambda group: self.turns[group].sync(),
             "signal_named_barrier": lambda group: self.turns[(group + 1) % count].arrive(),
             "declare_vote": lambda _: None,
+            "start_combine": lambda: None,
             "vote_rescale": lambda grows, group: self.grown.update({group: bool(grows.values.any())}),
             "needs_rescale": lambda group: self.grown[group],
             "declare_p": lambda _: None,

@@ -23,6 +23,7 @@ from tests.mutants.forward_hopper import (
     hopper_places,
     hopper_rings,
     hopper_softmax,
+    hopper_splits,
     hopper_waits,
 )
 from tests.mutants.latent_decode import latent_keys, latent_places, latent_waits
@@ -129,6 +130,9 @@ def hopper_mutants() -> tuple[Mutant, ...]:
         *hopper_pages.conversion(),
         *hopper_pages.page_scales(),
         *hopper_pages.conversion_waits(),
+        *hopper_splits.splits(),
+        *hopper_splits.combining(),
+        *hopper_splits.waits(),
         *(mutant._replace(name=f"e4m3: {mutant.name}") for mutant in eight_bits),
     )
 

@@ -9,7 +9,13 @@ from tests.mutants import third_tiles
 from tests.mutants.backward_hopper import backward_hopper_features
 from tests.mutants.catalogue import gluon_mutants
 from tests.mutants.core import Mutant
-from tests.mutants.forward_hopper import hopper_blocks, hopper_features, hopper_pages, hopper_pairs
+from tests.mutants.forward_hopper import (
+    hopper_blocks,
+    hopper_features,
+    hopper_pages,
+    hopper_pairs,
+    hopper_splits,
+)
 
 BACKWARD_NAMES = (
     "diagonal one key too far",
@@ -80,6 +86,7 @@ def emulated_mutants() -> tuple[Mutant, ...]:
         *hopper_blocks.blocks(),
         *hopper_blocks.early(),
         *steady(pages),
+        *hopper_splits.splits(),
         *named("backward_hopper", BACKWARD_NAMES),
         *(mutant for mutant in steady(gradients) if not any(part in mutant.name for part in NOT_EMULATED)),
         *named("decode_latent_hopper", LATENT_NAMES),

@@ -214,6 +214,15 @@ COMBINATIONS = {
     "hopper_bf16_d64_bias_row_sums": row(
         HOPPER, "bf16", (64, 64), "none", GROUPS, ROW_SUMS, bias=Bias.ADDITIVE
     ),
+    "hopper_bf16_d128_splits": row(
+        HOPPER, "bf16", (128, 128), "bottom_right",
+        {**GROUPS, "num_consumer_groups": 1, "q_stages": 2, "pack_gqa": 8, "num_splits": 44}, ROW_SUMS,
+        sinks=True
+    ),
+    "hopper_bf16_d64_packed_sequences_eight_bit_pages_splits": row(
+        HOPPER, "bf16", (64, 64), "bottom_right", {**GROUPS, "ping_pong": True, "num_splits": 6}, ROW_SUMS,
+        packed=1, page_size=16, kv_dtype=KvDtype.E4M3, kv_scale=KvScale.PAGE, window_left=4096, sink_tokens=4
+    ),
     "hopper_e4m3_d128_one_tile_of_weights": row(
         HOPPER, "e4m3", (128, 128), "bottom_right", {**GROUPS, "ping_pong": True, "p_stages": 1}
     ),

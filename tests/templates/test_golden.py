@@ -191,7 +191,9 @@ def test_kernels_import_only_torch_and_triton(name: str) -> None:
     imported = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
     sources = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     if name.startswith("hopper"):
-        portable_steps = any(part in name for part in ("e4m3", "parts", "bias", "blocks", "boolean"))
+        portable_steps = any(
+            part in name for part in ("e4m3", "parts", "bias", "blocks", "boolean", "splits")
+        )
         # Kernels of packed sequences count tiles by the sequences' starts, and need no `triton.cdiv`.
         steps = ["triton", "triton.language"] if portable_steps else [] if "sequences" in name else ["triton"]
         assert imported == ["torch", *steps]

@@ -18,6 +18,7 @@ from flashtune.dispatch.forecast import forecast
 from flashtune.dispatch.lookup import default_selection, nearest_selection, select
 from flashtune.dispatch.nearest import DECODING_FAMILY, FEW_QUERIES, distance, nearest_record
 from flashtune.dispatch.tables import Tables
+from flashtune.templates.forward_hopper import splits
 from flashtune.templates.forward_hopper.space import HopperConfig, Order
 from flashtune.templates.registry import find_family
 from tests.runtime.dispatch.untuned import TARGET, anyone, shape
@@ -72,18 +73,33 @@ def test_untimed_config_with_smaller_tiles_serves_few_tiles() -> None:
 
 
 @pytest.mark.parametrize(
-    ("queries", "keys", "splits"), [(17, 65_536, True), (256, 65_536, True), (64, 512, False)]
+    ("queries", "keys", "are_split"), [(17, 65_536, True), (256, 65_536, True), (64, 512, False)]
 )
 @pytest.mark.parametrize("features", [{}, {"softcap": True}, {"page_size": 64}, {"window_left": 8191}])
 def test_keys_of_few_tiles_are_split(
-    queries: int, keys: int, splits: bool, features: dict[str, object]
+    queries: int, keys: int, are_split: bool, features: dict[str, object]
 ) -> None:
     for head_dim in (64, 128):
         problem = shape(
             head_dim=head_dim, heads=8, kv_heads=1, batch=1, seqlen_q=queries, seqlen_kv=keys, **features
         )
         record = select(problem, TARGET, _tables(RECORDS), Specialization(), generated=True).record
-        assert (record.family == "decode_split_kv") == splits
+        assert (getattr(record.config, "num_splits", 1) > 1) == are_split
+
+
+@pytest.mark.parametrize(("keys", "features"), [(65_536, {}), (65_536, {"page_size": 16}), (512, {})])
+def test_unaligned_tensors_get_a_kernel_that_can_address_them(
+    keys: int, features: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(splits, "SPLIT_BY_DEFAULT", True)
+    problem = shape(heads=8, kv_heads=1, batch=1, seqlen_q=64, seqlen_kv=keys, **features)
+    families = {
+        alignment: select(problem, TARGET, tables, Specialization(alignment), generated=True).record.family
+        for alignment in (Alignment.SIXTEEN, Alignment.ANY)
+        for tables in (_tables(RECORDS), _tables(()))
+    }
+    assert families[Alignment.SIXTEEN] == "forward_hopper"
+    assert families[Alignment.ANY] == ("decode_split_kv" if keys > 512 else "forward_q_outer")
 
 
 @pytest.mark.parametrize(("tokens", "groups"), [(34, 1), (200, 2)])

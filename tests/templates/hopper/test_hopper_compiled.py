@@ -95,6 +95,17 @@ COMPILED = {
     "d128, block mask": case(a_problem(128, block_mask=128), True),
     "d64, block mask and causal": case(a_problem(64, **CAUSAL, block_mask=128), True),
     "d128, small blocks": case(a_problem(128, block_mask=64), True),
+    "d128, splits": case(a_problem(128, **CAUSAL, kv_heads=2), True, num_splits=3, pack_gqa=4),
+    "d96, splits, packed sequences and window": case(
+        a_problem(96, **CAUSAL, packed=1, window_left=100, sink_tokens=4, sinks=True), True, num_splits=44
+    ),
+    "d128, splits, pages of 16 in int8 with scales": case(
+        a_problem(128, packed=1, page_size=16, kv_dtype=INT8, **BY_PAGE),
+        False,
+        num_splits=7,
+        split_epilogue=False,
+    ),
+    "d256, splits": case(a_problem(256), True, num_splits=132, split_epilogue=False),
     "e4m3, blocks of 64": case(a_problem(64, dtype=Dtype.E4M3), False, block_n=64, num_stages=4),
 }
 

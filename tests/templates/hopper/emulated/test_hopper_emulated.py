@@ -18,6 +18,7 @@ from flashtune.templates.rendering import render
 from tests.emulator.block_lists import block_lists, lists_of_blocks
 from tests.emulator.hardware import Array
 from tests.emulator.program import emulate
+from tests.emulator.splits import empty_parts, put_together
 from tests.problems.block_lists import visible_blocks, with_lists
 from tests.problems.hopper import FAMILY, a_config, a_problem
 from tests.problems.plain_masks import largest_error, plain_attention
@@ -108,8 +109,11 @@ def worst_error(
     if problem.block_mask:
         assert config is not None
         workspaces = lists_of_blocks(problem, config, side)
-    emulate(kernel, like, memory, extra_inputs, lse, scale, programs, workspaces, numbers)
-    return largest_error((out, torch.from_numpy(lse).view(q.shape[:3])), expected, UNTOUCHED)
+    parts = empty_parts(kernel, like, side)
+    emulate(kernel, like, memory, extra_inputs, lse, scale, programs, parts or workspaces, numbers)
+    row_lse = torch.from_numpy(lse).view(q.shape[:3])
+    put_together(parts, out, row_lse, side)
+    return largest_error((out, row_lse), expected, UNTOUCHED)
 
 
 def score_inputs(problem: Problem, lengths: list[tuple[int, int]] | None) -> ExtraInputs:

@@ -16,6 +16,7 @@ from flashtune.core.problem import Causal, Dtype, KvDtype, KvScale, Problem
 from flashtune.templates.forward_hopper.space import SMALLEST_COPY
 from tests.emulator.hardware import Array, BarrierError
 from tests.emulator.program import emulate
+from tests.emulator.splits import empty_parts, put_together
 from tests.problems.plain_masks import largest_error, plain_attention
 from tests.templates.hopper.emulated.test_hopper_emulated import (
     ALONE,
@@ -140,8 +141,11 @@ def worst_error(
     memory: tuple[Array, ...] = (q.flatten().numpy(), *pools.memory, out.view(-1).numpy())
     extra_inputs = tuple(tensor.numpy() for tensor in side.tensors)
     numbers = tuple(number for number in side.numbers if number is not None)
-    emulate(kernel, like, memory, extra_inputs, lse.reshape(-1), scale, programs, numbers=numbers)
-    return largest_error((out, torch.from_numpy(lse)), expected, UNTOUCHED)
+    parts = empty_parts(kernel, like, side)
+    emulate(kernel, like, memory, extra_inputs, lse.reshape(-1), scale, programs, parts, numbers)
+    row_lse = torch.from_numpy(lse)
+    put_together(parts, out, row_lse, side)
+    return largest_error((out, row_lse), expected, UNTOUCHED)
 
 
 def a_paged(page_size: int, *, packed: bool, causal: Causal = Causal.BOTTOM_RIGHT, **changes: Any) -> Problem:
