@@ -15,6 +15,7 @@ from flashtune.db.table import TunedTable, dump_table
 from flashtune.dispatch import lookup
 from flashtune.templates import registry, rendering
 from flashtune.templates.family import Family
+from flashtune.tuner.tables.lookup import shipped_by_problem
 
 FOLDER = Path(__file__).parents[1] / "data" / "families"
 NAME = "forward_native"
@@ -50,10 +51,14 @@ def ship(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Ship]:
         for replacement in tables:
             (folder / f"{replacement.target}.json").write_bytes(dump_table(replacement))
         monkeypatch.setattr(table, "FOLDER", str(folder))
+        forget()
+
+    def forget() -> None:
         table.shipped_table.cache_clear()
+        shipped_by_problem.cache_clear()
 
     yield ship
-    table.shipped_table.cache_clear()
+    forget()
 
 
 @pytest.fixture

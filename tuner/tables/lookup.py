@@ -52,12 +52,12 @@ def tables_of(target: str, db: str | None) -> Tables:
     reader = open_reader(db)
     return Tables(
         database=by_problem((*reader.selections(target), *reader.fallbacks(target)) if reader else ()),
-        shipped=_shipped_by_problem(target),
+        shipped=shipped_by_problem(target),
     )
 
 
 @functools.cache
-def _shipped_by_problem(target: str) -> dict[str, tuple[Record, ...]]:
+def shipped_by_problem(target: str) -> dict[str, tuple[Record, ...]]:
     """Returns the shipped records of a target. Cached, because a report chooses hundreds of kernels."""
     shipped = shipped_table(target)
     return by_problem(shipped.records if shipped else ())
