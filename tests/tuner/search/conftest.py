@@ -67,15 +67,13 @@ def healthy_machine(jobs: Jobs, load: list[float]) -> None:
 @pytest.fixture(scope="session")
 def ray_cluster() -> "Iterator[Cluster]":
     """The processes of a Ray cluster on this machine, with fakes of compilers and of GPUs."""
-    from flashtune.tuner.fleet.ray_cluster import open_cluster
-    from tests.tuner.search.ray_fakes import CLASSES, started_cluster
-    from tests.tuner.search.small_search import H100
+    from tests.tuner.search.ray_fakes import opened_cluster, started_cluster
 
     # Paths of sockets have a limit of 107 bytes.
     with (
         tempfile.TemporaryDirectory(dir="/tmp", prefix="ray-") as folder,
         started_cluster(Path(folder)) as address,
-        open_cluster(address, H100, 2, CLASSES) as cluster,
+        opened_cluster(address) as cluster,
     ):
         yield cluster
 

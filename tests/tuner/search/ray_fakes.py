@@ -10,10 +10,11 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from flashtune.core.errors import UsageError
 from flashtune.tuner.candidates import Candidate, SearchTask
 from flashtune.tuner.execution.compile_pool import Compiled
 from flashtune.tuner.execution.evaluation import Evaluation
-from flashtune.tuner.fleet.ray_cluster import Classes
+from flashtune.tuner.fleet.ray_cluster import Classes, Cluster, open_cluster
 from flashtune.tuner.fleet.ray_nodes import CompileNode, GpuNode, Identity, identity
 from tests.tuner.search.fakes import FakeCompiler, FakeMeasurer, by_tile
 from tests.tuner.search.small_search import H100
@@ -70,21 +71,23 @@ def started_cluster(folder: Path) -> Iterator[str]:
     ]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:
-            _wait_for(port)
             yield f"127.0.0.1:{port}"
         finally:
             process.terminate()
 
 
-def _wait_for(port: int) -> None:
-    """Returns when a cluster accepts connections."""
+@contextlib.contextmanager
+def opened_cluster(address: str) -> Iterator[Cluster]:
+    """Opens a cluster when it is ready."""
     end = time.monotonic() + START_SECONDS
-    while True:
-        try:
-            socket.create_connection(("127.0.0.1", port), 1.0).close()
-        except OSError:
-            if time.monotonic() > end:
-                raise
-            time.sleep(0.1)
-        else:
-            return
+    with contextlib.ExitStack() as stack:
+        while True:
+            try:
+                cluster = stack.enter_context(open_cluster(address, H100, 2, CLASSES))
+            except UsageError:
+                if time.monotonic() > end:
+                    raise
+                time.sleep(0.5)
+            else:
+                break
+        yield cluster
