@@ -9,7 +9,7 @@ import hashlib
 import math
 import secrets
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
 from typing import Annotated, Any, Literal
 
@@ -95,6 +95,10 @@ JOBS = f"""
 SELECT id, batch, problem_key, target, state, attempts, worker, reason, created_at, started_at, ended_at
 FROM jobs WHERE {CHOSEN} AND (:all_states OR state = ANY(:states)) ORDER BY id DESC LIMIT {MAX_LISTED}
 """
+ENDED = f"""
+SELECT DISTINCT ON (problem_key) problem_key, state, reason FROM jobs
+WHERE {FITS} AND problem_key = ANY(:keys) ORDER BY problem_key, id DESC
+"""
 SPECS = f"""
 SELECT id, problem_key, target, {bounded("payload")} AS payload FROM jobs
 WHERE target = :target AND versions = :versions AND {OPEN}
@@ -106,7 +110,7 @@ ON CONFLICT DO NOTHING RETURNING job
 """
 FILES = """
 SELECT kernel, digest, files FROM compiled
-WHERE job = :job AND octet_length(files) <= :most AND NOT kernel = ANY(:known)
+WHERE job = :job AND octet_length(files) <= :most AND NOT kernel = ANY(:known) LIMIT 128
 """
 
 
@@ -283,6 +287,16 @@ class Queue(Store):
         values = {"states": list(states), "all_states": not states}
         return [_decoded(row, JobRow) for row in reversed(self._rows(JOBS, **_chosen(batch), **values))]
 
+    def ended(self, specs: Sequence[JobSpec], versions: str) -> dict[str, str]:
+        """Returns the problems of searches for one GPU whose latest job ended, and why it failed."""
+        self._expire()
+        if not specs:
+            return {}
+        values = {"target": specs[0].target, "provenance": specs[0].provenance.value, "versions": versions}
+        rows = self._rows(ENDED, keys=[spec.problem.key for spec in specs], **values)
+        ended = (row for row in rows if row.state not in ("queued", "running"))
+        return {row.problem_key: printable(row.reason) for row in ended}
+
     def cancel(self, batch: str | None, ids: tuple[int, ...] = ()) -> int:
         """Cancels queued and running jobs, and returns their number. Workers stop at their next write."""
         query = f"{END} state = 'cancelled' WHERE {CHOSEN} AND {OPEN} RETURNING id"
@@ -314,15 +328,10 @@ class Queue(Store):
         self._rows(f"{change} RETURNING job", job=job, kernel=kernel, files=files, digest=digest)
 
     def new_files(self, job: int, known: set[str]) -> dict[str, bytes]:
-        """Returns the files of a job's compiled kernels without those of known ones, by kernel."""
+        """Returns the files of some of a job's compiled kernels without those of known ones, by kernel."""
         rows = self._rows(FILES, job=job, known=list(known), most=MAX_FILES_BYTES)
-        found = {row.kernel: bytes(row.files) for row in rows}
-        digests = {row.kernel: row.digest for row in rows}
-        return {
-            kernel: files
-            for kernel, files in found.items()
-            if hashlib.sha256(files).hexdigest() == digests[kernel]
-        }
+        whole = (row for row in rows if hashlib.sha256(row.files).hexdigest() == row.digest)
+        return {row.kernel: bytes(row.files) for row in whole}
 
     def _expire(self) -> None:
         """Ends leases without heartbeats, and deletes the files of ended jobs."""

@@ -70,7 +70,9 @@ def server_engine(url: str, *, keep: bool = False) -> Engine:
             f"{where} has another driver than psycopg: write postgresql+psycopg://, or {ELSEWHERE}"
         )
     try:
-        pool: dict[str, Any] = {"pool_recycle": KEPT_SECONDS} if keep else {"poolclass": NullPool}
+        pool: dict[str, Any] = (
+            {"pool_recycle": KEPT_SECONDS, "max_overflow": -1} if keep else {"poolclass": NullPool}
+        )
         engine = create_engine(address, **pool)
     except ImportError as error:
         raise StoreError(f"{where} needs a driver ({error}): install psycopg, or {ELSEWHERE}") from error

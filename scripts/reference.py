@@ -93,9 +93,12 @@ def _section(name: str, command: click.Command, ctx: click.Context) -> str:
     usage = " ".join(command.collect_usage_pieces(ctx))
     text = f"\n## {name}\n\n```text\n{name} {usage}\n```\n\n{_prose(command.help)}\n"
     shared, _ = _shapes()
-    shared_names = {option.name for option in shared}
+    # Batches of jobs have an option of the same name as those of tensors.
+    common = {(option.name, option.help) for option in shared}
     options = [param for param in command.get_params(ctx) if isinstance(param, click.Option)]
-    own = [option for option in options if option.name not in shared_names and "--help" not in option.opts]
+    own = [
+        param for param in options if (param.name, param.help) not in common and "--help" not in param.opts
+    ]
     if len(options) > len(own) + 1:
         text += "\nTakes [shapes](#shapes).\n"
     if own:

@@ -32,7 +32,7 @@ from flashtune.tuner.fleet.worker import BEATS
 from flashtune.tuner.search.driver import run_search
 from flashtune.tuner.search.request import SearchRequest
 from flashtune.tuner.search.warm_start import known_winners
-from tests.support.postgres import Server
+from tests.db.postgres import Server
 
 FLEETS = (1, 64)
 SECONDS_PER_HOUR = 3600.0

@@ -28,6 +28,7 @@ CACHE_VARIABLE = "FLASHTUNE_CACHE_DIR"
 RECORD_VARIABLE = "FLASHTUNE_RECORD"
 CHECK_VARIABLE = "FLASHTUNE_CHECK"
 TARGET_VARIABLE = "FLASHTUNE_TARGET"
+TRITON_CACHE = "TRITON_CACHE_DIR"
 CONTROL_CODES = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 # Limits of Linux, less the endings and files that are added to a path.
 MAX_NAME_BYTES = 255 - 32
@@ -163,6 +164,15 @@ def triton_folder() -> Path:
     return folder
 
 
+def use_own_triton_folder() -> None:
+    """Gives this program and its processes a Triton cache of their own, unless the user set one.
+
+    Kernels that other machines compiled then do not reach other programs. Call it before processes start.
+    """
+    if not os.environ.get(TRITON_CACHE):
+        os.environ[TRITON_CACHE] = str(cache_folder() / "worker-triton")
+
+
 def temporary_folder() -> Path:
     """Returns the folder of temporary files, of ptxas and the C compiler too.
 
@@ -186,7 +196,7 @@ class WrittenFolder(NamedTuple):
 
 WRITTEN_FOLDERS = (
     WrittenFolder("the kernel cache", lambda: cache_folder() / KERNELS, CACHE_VARIABLE),
-    WrittenFolder("the Triton cache", triton_folder, "TRITON_CACHE_DIR"),
+    WrittenFolder("the Triton cache", triton_folder, TRITON_CACHE),
     WrittenFolder("the temporary folder", temporary_folder, "TMPDIR"),
 )
 

@@ -67,6 +67,23 @@ def test_equal_open_searches_are_queued_once(queue: Queue) -> None:
     assert sum(row.jobs for row in queue.batches(batch)) == 3
 
 
+def test_ends_are_those_of_the_latest_jobs_of_the_same_versions(brief_queue: Queue) -> None:
+    specs = [a_spec(), a_spec(512)]
+    keys = [spec.problem.key for spec in specs]
+    brief_queue.enqueue(specs, "v1")
+    assert brief_queue.ended(specs, "v1") == brief_queue.ended([], "v1") == {}
+    brief_queue.enqueue(specs, "v2")
+    brief_queue.cancel(None, (3, 4))
+    assert brief_queue.ended(specs, "v1") == {}
+    assert set(brief_queue.ended(specs, "v2")) == {*keys}
+    for _ in range(MAX_ATTEMPTS):
+        assert brief_queue.claim(a_worker()) is not None
+    # The lost worker's last lease ends without another worker.
+    assert brief_queue.ended(specs, "v1") == {keys[0]: "its worker sent no heartbeat for 0 s"}
+    brief_queue.enqueue(specs, "v1")
+    assert brief_queue.ended(specs, "v1") == {}
+
+
 def test_claims_are_in_the_order_of_priority_and_of_arrival(queue: Queue) -> None:
     queue.enqueue([a_spec(64), a_spec(128)], "v1")
     queue.enqueue([a_spec(256)], "v1", priority=1)
@@ -218,6 +235,7 @@ def test_retry_opens_one_of_equal_jobs(queue: Queue) -> None:
         "payload = repeat('x', 2000000)",
         "payload = replace(payload, 'fp16', 'bf16')",
         """payload = replace(payload, '"target"', '"seed":-1,"target"')""",
+        """payload = replace(payload, '"target"', '"seed": 4294967296,"target"')""",
         "problem_key = 'other'",
     ],
 )

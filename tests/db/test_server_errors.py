@@ -13,8 +13,8 @@ from flashtune.db.engine import reading
 from flashtune.db.retries import Retries
 from flashtune.db.server import server_engine
 from flashtune.db.store import open_store
+from tests.db.postgres import PASSWORD, Server
 from tests.db.records import make_record, reader_of
-from tests.support.postgres import PASSWORD, Server
 
 
 def refusal(url: str) -> str:

@@ -386,6 +386,12 @@ def database_option(command: AnyCommand) -> AnyCommand:
     )(command)
 
 
+def jobs_option(command: AnyCommand) -> AnyCommand:
+    """Adds --jobs, the number of compiler processes."""
+    text = "Compiler processes. Default: one per core, minus one for each GPU."
+    return click.option("--jobs", type=click.IntRange(min=1), metavar="N", help=text)(command)
+
+
 def json_option(command: AnyCommand) -> AnyCommand:
     """Adds --json; the command gets `as_json`."""
     return click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")(command)

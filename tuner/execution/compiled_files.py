@@ -2,7 +2,9 @@
 
 import io
 import re
+import struct
 import zipfile
+import zlib
 from pathlib import Path
 
 import msgspec
@@ -12,12 +14,22 @@ from flashtune.core.files import replace_file
 from flashtune.core.kernel import Kernel
 from flashtune.core.machine import machine_errors
 from flashtune.core.target import Target
+from flashtune.db.codec import UNDECODABLE
 from flashtune.launch.compilation import compile_kernel
 
 # A file of Triton's cache: the folder of one kernel, and the name of a file or of its list of files.
 MEMBER = re.compile(r"[A-Za-z0-9_-]{16,80}/(__grp__)?[A-Za-z0-9_]{1,200}\.(json|ptx|cubin|amdgcn|hsaco)")
 LIST = "__grp__"
 MAX_UNPACKED = 8 * 2**24
+MAX_MEMBERS = 64
+METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
+# The errors of `zipfile` for bytes of any origin.
+UNREADABLE = (
+    *(zipfile.BadZipFile, zlib.error, struct.error),
+    *(NotImplementedError, RuntimeError, EOFError, OSError, ValueError),
+)
+# A file that marks a folder with kernels of other machines.
+RECEIVED = "received-kernels"
 
 
 class FileList(msgspec.Struct, forbid_unknown_fields=True):
@@ -46,7 +58,7 @@ def pack_files(kernel: Kernel, target: Target) -> bytes:
 
 
 def unpack_files(files: bytes, folder: Path) -> None:
-    """Adds the files of a compiled kernel to Triton's cache.
+    """Adds the files of a compiled kernel to Triton's cache, and marks it for `has_received`.
 
     Raises:
         TableError: They are no files of Triton's cache, or too large.
@@ -54,22 +66,37 @@ def unpack_files(files: bytes, folder: Path) -> None:
     try:
         with zipfile.ZipFile(io.BytesIO(files)) as archive:
             members = archive.infolist()
-            wrong = not all(MEMBER.fullmatch(member.filename) for member in members)
-            if wrong or sum(member.file_size for member in members) > MAX_UNPACKED:
+            known = all(
+                MEMBER.fullmatch(member.filename) and member.compress_type in METHODS for member in members
+            )
+            size = sum(member.file_size for member in members)
+            if not known or len(members) > MAX_MEMBERS or size > MAX_UNPACKED:
                 raise TableError("compiled files have wrong names or are too large")
-            contents = {member.filename: archive.read(member) for member in members}
-    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, ValueError) as error:
+            contents = {Path(member.filename): archive.read(member) for member in members}
+    except TableError:
+        raise
+    except UNREADABLE as error:
         raise TableError("compiled files are damaged") from error
+    lists = {path: _local_list(path, contents, folder) for path in contents if LIST in path.name}
+    # Before the files, so that the mark is there if this process is killed.
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / RECEIVED).touch()
     # Triton reads the list first, so it is written last.
-    for name in sorted(contents, key=lambda name: LIST in name):
-        path, content = folder / name, contents[name]
-        if LIST in name:
-            try:
-                listed = msgspec.json.decode(content, type=FileList)
-            except msgspec.DecodeError as error:
-                raise TableError("a list of compiled files is damaged") from error
-            present = (child for child in listed.child_paths if f"{path.parent.name}/{child}" in contents)
-            own = {child: str(path.parent / child) for child in present}
-            content = msgspec.json.encode(FileList(own))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, content)
+    for path in sorted(contents, key=lambda path: path in lists):
+        (folder / path).parent.mkdir(exist_ok=True)
+        replace_file(folder / path, lists.get(path, contents[path]))
+
+
+def has_received(folder: Path) -> bool:
+    """Returns whether a folder of Triton's cache may have kernels that another machine compiled."""
+    return (folder / RECEIVED).exists()
+
+
+def _local_list(path: Path, contents: dict[Path, bytes], folder: Path) -> bytes:
+    """Returns a list of files with the paths of this machine."""
+    try:
+        listed = msgspec.json.decode(contents[path], type=FileList)
+    except UNDECODABLE as error:
+        raise TableError("a list of compiled files is damaged") from error
+    present = [name for name in listed.child_paths if path.parent / name in contents]
+    return msgspec.json.encode(FileList({name: str(folder / path.parent / name) for name in present}))

@@ -12,7 +12,7 @@ from typing import NoReturn
 import torch
 
 from flashtune.bundle.driver import Driver
-from flashtune.core.errors import BundleError, KernelError, MachineError
+from flashtune.core.errors import BundleError, KernelError, MachineError, ProblemError
 from flashtune.core.kernel import Specialization
 from flashtune.core.machine import machine_errors
 from flashtune.core.problem import Problem
@@ -196,7 +196,10 @@ def _roomy_tensors(problem: Problem, device: torch.device, lse: bool) -> Tensors
     try:
         return make_tensors(problem, device, lse=lse)
     except torch.OutOfMemoryError as error:
-        raise lost_device(device.index, "its memory cannot hold the problem's tensors") from error
+        _refuse_without_memory(device, error)
+        raise ProblemError(
+            f"the memory of GPU {device.index} cannot hold the tensors of {problem.key}: name smaller shapes"
+        ) from error
 
 
 def _refuse_without_memory(device: torch.device, error: Exception) -> None:

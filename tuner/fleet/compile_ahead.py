@@ -8,10 +8,10 @@ import contextlib
 import functools
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from concurrent.futures import Future
 
-from flashtune.core.errors import StoreError, UsageError
+from flashtune.core.errors import MachineError, StoreError, UsageError
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Problem
 from flashtune.core.record import Outcome
@@ -34,27 +34,34 @@ POLL_SECONDS = 5.0
 def compile_ahead(
     queue: Queue, target: Target, width: int, *, exit_when_empty: bool = False
 ) -> Generator[tuple[int, int]]:
-    """Compiles for the open jobs for a GPU, and yields the number of each job and of its kernels."""
+    """Compiles for the open jobs for a GPU, and yields the number of each job and of its kernels.
+
+    Raises:
+        MachineError: This machine cannot compile, for example because its disk is full.
+        StoreError: The server does not answer for long.
+    """
     workers, free, seen = Workers(width), threading.Semaphore(width), set[int]()
+    faults: list[MachineError] = []
     try:
         while True:
             new = [entry for entry in queue.open_specs(target.name, queue_versions()) if entry[0] not in seen]
             for job, spec in new:
                 seen.add(job)
+                count = 0
                 try:
                     request = request_of(spec, target)
+                    scope = search_scope(request)
                 except UsageError:
                     continue  # The worker that claims it gives the reason.
-                scope, count = search_scope(request), 0
                 for candidate in likely_candidates(request, queue, LIKELY):
                     family = find_family(candidate.family)
                     kernel = render(family, spec.problem, candidate.config, scope.specialization).digest
                     if not queue.take_kernel(job, kernel):
                         continue
-                    free.acquire()
+                    _acquire(free, faults)
                     arguments = (spec.problem, candidate, scope.specialization, target)
                     done = workers.schedule(compiled_files, arguments, COMPILE_SECONDS)
-                    done.add_done_callback(functools.partial(_store, queue, job, kernel))
+                    done.add_done_callback(functools.partial(_store, queue, job, kernel, faults))
                     done.add_done_callback(lambda _: free.release())
                     count += 1
                 yield job, count
@@ -63,14 +70,26 @@ def compile_ahead(
                     break
                 time.sleep(POLL_SECONDS)
         for _ in range(width):
-            free.acquire()
+            _acquire(free, faults)
     finally:
+        # No callback waits for a server that is down.
+        queue.retries.stop()
         workers.stop()
 
 
-def _store(queue: Queue, job: int, kernel: str, done: Future[bytes]) -> None:
+def _acquire(free: threading.Semaphore, faults: Sequence[MachineError]) -> None:
+    """Waits for a free process. Raises if the machine made an earlier one fail."""
+    free.acquire()
+    if faults:
+        raise faults[0]
+
+
+def _store(queue: Queue, job: int, kernel: str, faults: list[MachineError], done: Future[bytes]) -> None:
     """Stores the files of a kernel. After a failure, its worker compiles it and records the reason."""
-    if not (done.cancelled() or done.exception()) and 0 < len(done.result()) <= MAX_FILES_BYTES:
+    error = None if done.cancelled() else done.exception()
+    if isinstance(error, MachineError):
+        faults.append(error)
+    elif not (done.cancelled() or error) and 0 < len(done.result()) <= MAX_FILES_BYTES:
         with contextlib.suppress(StoreError):
             queue.store_files(job, kernel, done.result())
 

@@ -5,6 +5,8 @@ import time
 from collections import Counter
 from collections.abc import Generator, Iterator, Mapping, Sequence
 
+from flashtune.core.errors import StoreError
+from flashtune.core.notices import warn_once
 from flashtune.core.record import Provenance
 from flashtune.db.queue import Queue
 from flashtune.tuner.execution.backend import open_host
@@ -38,13 +40,13 @@ class QueueExecutor:
         waiting = {request.problem.key: request for request in requests}
         if not waiting:
             return
-        target, queue = requests[0].target, self._queue
-        batch, _ = queue.enqueue(map(spec_of, requests), queue_versions())
+        queue, specs, versions = self._queue, [spec_of(request) for request in requests], queue_versions()
+        batch, _ = queue.enqueue(specs, versions)
         try:
             if self._compiler is not None:
                 workers = run_workers(
                     queue,
-                    target,
+                    requests[0].target,
                     self._compiler,
                     self._measurers,
                     exit_when_empty=True,
@@ -60,15 +62,29 @@ class QueueExecutor:
                             if not waiting:
                                 break
             while waiting:
-                rows = [row for row in queue.jobs() if row.target == target.name]
-                states = {row.problem_key: row for row in rows if row.problem_key in waiting}
-                for key, row in states.items():
-                    if row.state not in ("queued", "running"):
-                        yield self._result(waiting.pop(key), row.reason)
+                ended = queue.ended(specs, versions)
+                for key in ended.keys() & waiting.keys():
+                    yield self._result(waiting.pop(key), ended[key])
                 if waiting:
                     time.sleep(self._patience.poll)
-        finally:
-            queue.cancel(batch)
+        except BaseException:
+            # A server that is down must not hide the error.
+            queue.retries.stop()
+            try:
+                queue.cancel(batch)
+            except StoreError:
+                warn_once(
+                    batch, f"batch {batch} stays queued: flashtune queue cancel --batch {batch} ends it"
+                )
+            raise
+
+    def _cancel(self, batch: str) -> None:
+        """Cancels the jobs of a batch. A server that is down does not hide the error before."""
+        self._queue.retries.stop()
+        try:
+            self._queue.cancel(batch)
+        except StoreError:
+            warn_once(batch, f"batch {batch} stays queued: flashtune queue cancel --batch {batch} ends it")
 
     def _result(self, request: SearchRequest, reason: str) -> SearchResult:
         """Returns the stored result of a search that ended elsewhere."""

@@ -2,6 +2,8 @@
 
 import contextlib
 import logging
+import os
+import socket
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 
 # Time for the start of a process on a node, which imports torch.
 START_SECONDS = 120.0
+CONNECT_SECONDS = 5.0
 # Calls of a process at once.
 CALLS = 1000
 INSTALL = "install flashtune[ray]"
@@ -58,22 +61,22 @@ def open_cluster(
     """
     try:
         import ray
+        from ray.exceptions import RayError
     except ImportError:
         raise UsageError(f"--ray needs Ray: {INSTALL}") from None
     from flashtune.tuner.fleet.ray_nodes import CompileNode, GpuNode
 
     classes = classes or Classes(GpuNode, CompileNode)
     where = printable(address)
+    options: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
     try:
-        if address == "local":
-            ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-        else:
-            ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, ValueError) as error:
+        _require_answer(os.environ.get("RAY_ADDRESS", "") if address == "auto" else address)
+        ray.init(address, log_to_driver=False, logging_level=logging.ERROR, **options)
+    except (OSError, ValueError, OverflowError) as error:
         raise UsageError(
             f"no Ray cluster answers at {where} ({first_line(error)}): name its address, such as HOST:6379"
         ) from None
-    except RuntimeError as error:
+    except (RuntimeError, RayError) as error:
         raise UsageError(
             f"the Ray cluster at {where} cannot be used ({first_line(error)}): install its versions of Ray "
             "and Python"
@@ -82,6 +85,13 @@ def open_cluster(
         yield _started(ray, where, target, jobs, classes)
     finally:
         ray.shutdown()
+
+
+def _require_answer(address: str) -> None:
+    """Raises an `OSError` if nothing listens at HOST:PORT. Ray would try again for minutes."""
+    host, _, port = address.rpartition(":")
+    if host and port.isdecimal() and "/" not in host:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
 
 
 def _started(ray: Any, where: str, target: Target, jobs: int | None, classes: Classes) -> Cluster:
@@ -107,7 +117,8 @@ def _started(ray: Any, where: str, target: Target, jobs: int | None, classes: Cl
         needed = min(width, max(0, cores - count))
         actor = ray.remote(classes.compiler).options(num_cpus=needed, **options).remote(width)
         compilers[actor] = f"the compilers of {name}", width
-    known = _identities(ray, {**gpus, **{actor: name for actor, (name, _) in compilers.items()}})
+    names = gpus | {actor: name for actor, (name, _) in compilers.items()}
+    known = _identities(ray, names)
     models = {found.name for actor in gpus if actor in known and (found := known[actor].target)}
     chosen = tuple(actor for actor in gpus if actor in known and known[actor].target == target)
     if not chosen:
@@ -116,7 +127,7 @@ def _started(ray: Any, where: str, target: Target, jobs: int | None, classes: Cl
             f"no free GPU of the Ray cluster at {where} is {target.name} (free: {free}): name one by --target"
         )
     driver = next(iter(known[chosen[0]].versions.values())).driver
-    able = alike(known, driver, {**gpus, **{actor: name for actor, (name, _) in compilers.items()}})
+    able = alike(known, driver, names)
     chosen = tuple(actor for actor in chosen if actor in able)
     widths = {actor: width for actor, (_, width) in compilers.items() if actor in able}
     if not (chosen and widths):
@@ -124,6 +135,9 @@ def _started(ray: Any, where: str, target: Target, jobs: int | None, classes: Cl
             f"nodes of the cluster at {where} have other versions of flashtune, Triton or ptxas than this "
             "machine: install the same ones"
         )
+    for actor in known.keys() - {*chosen, *widths}:
+        # Its GPU and cores are free for others.
+        ray.kill(actor)
     return Cluster({actor: gpus[actor] for actor in chosen}, widths, driver)
 
 

@@ -8,6 +8,7 @@ the GPU as files of Triton's cache.
 import asyncio
 import contextlib
 import functools
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from typing import Any
 
 import msgspec
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskError
 
 from flashtune.core.errors import MachineError
 from flashtune.core.machine import triton_folder
@@ -36,6 +37,8 @@ from flashtune.verification.schedule_fuzzing import delayed
 # A lost process imports torch before it is back.
 RESTART_SECONDS = 60.0
 RETRY_SECONDS = 0.5
+# Kernels whose files are kept for GPUs. A GPU's node compiles a kernel without files.
+MAX_KEPT = 1000
 
 
 class Identity(msgspec.Struct, frozen=True):
@@ -158,7 +161,7 @@ class RayCompiler:
         def start() -> Any:
             node = self._take()
             compiled, files = node.compile.options(num_returns=2).remote(task, candidate)
-            self._files[task, candidate] = files
+            self._keep(self._files, (task, candidate), files)
             compiled.future().add_done_callback(lambda _: self._give_back(node))
             return compiled
 
@@ -169,13 +172,21 @@ class RayCompiler:
         key = _without_spaces(scope), candidate
         if key not in self._late:
             node = self._take()
-            self._late[key] = files = node.compile_delayed.remote(*key)
+            files = node.compile_delayed.remote(*key)
+            self._keep(self._late, key, files)
             files.future().add_done_callback(lambda _: self._give_back(node))
+            return files
         return self._late[key]
 
     def take_files(self, scope: SearchTask, candidate: Candidate) -> Any:
         """Returns Ray's reference to the files of a compiled candidate once, then no files."""
         return self._files.pop((_without_spaces(scope), candidate), b"")
+
+    def _keep(self, kept: dict[tuple[SearchTask, Candidate], Any], key: Any, files: Any) -> None:
+        with self._lock:
+            kept[key] = files
+            if len(kept) > MAX_KEPT:
+                del kept[next(iter(kept))]
 
     def _take(self) -> Any:
         with self._lock:
@@ -208,7 +219,7 @@ class RayMeasurer:
     ) -> Future[Evaluation]:
         """Queues a candidate for verification and measurement."""
         files = self._compiler.take_files(scope, candidate)
-        return self._call("evaluate", scope, candidate, compiled, drop_above_ms, files)
+        return self._call("evaluate", scope, candidate, compiled, drop_above_ms, files=files)
 
     def finals(
         self, scope: SearchTask, candidates: tuple[Candidate, ...], closest_seconds: float
@@ -219,17 +230,21 @@ class RayMeasurer:
     def evaluate_delayed(self, scope: SearchTask, candidate: Candidate) -> Future[Evaluation | None]:
         """Queues a candidate for verification with random delays, after its compilation."""
         files = self._compiler.compile_delayed(scope, candidate)
-        return self._call("evaluate_delayed", scope, candidate, files)
+        return self._call("evaluate_delayed", scope, candidate, files=files)
 
     def machine_code(self, scope: SearchTask, candidate: Candidate) -> Future[MachineCode]:
         """Queues the making of an entry of a bundle."""
         return self._call("machine_code", scope, candidate)
 
-    def _call(self, method: str, scope: SearchTask, *arguments: Any) -> Future[Any]:
-        """Calls a method of the node. If its process is lost, Ray restarts it, and the call is repeated."""
+    def _call(self, method: str, scope: SearchTask, *arguments: Any, **files: Any) -> Future[Any]:
+        """Calls a method of the node. If its process is lost, Ray restarts it, and the call is repeated.
+
+        Repeated calls have no files, which may be lost too. The node then compiles the kernel.
+        """
         lost = DeviceLostError(f"{self._name} cannot be used (its process was lost): {NOTHING_LOST}")
-        task = _without_spaces(scope)
-        return _called(lambda: getattr(self._node, method).remote(task, *arguments), lost)
+        calls = itertools.chain([files], itertools.repeat(dict.fromkeys(files, b"")))
+        task, function = _without_spaces(scope), getattr(self._node, method)
+        return _called(lambda: function.remote(task, *arguments, **next(calls)), lost)
 
 
 def _called(start: Callable[[], Any], lost: Exception) -> Future[Any]:
@@ -243,24 +258,31 @@ def _called(start: Callable[[], Any], lost: Exception) -> Future[Any]:
     ends: list[float] = []
 
     def call() -> None:
-        reference = start()
-        reference.future().add_done_callback(settle)
-        settled.add_done_callback(functools.partial(_cancel, reference))
+        if settled.done():
+            return
+        try:
+            reference = start()
+        except Exception as error:  # noqa: BLE001 - raised where the result is used
+            end(error)
+        else:
+            reference.future().add_done_callback(settle)
+            settled.add_done_callback(functools.partial(_cancel, reference))
 
     def settle(job: Future[Any]) -> None:
         error = job.exception()
-        if settled.done():
-            return
-        if isinstance(error, RayActorError):
+        cause = error.cause if isinstance(error, RayTaskError) else error
+        if isinstance(cause, (RayActorError, ObjectLostError)) and not settled.done():
             ends.append(time.monotonic() + RESTART_SECONDS)
             if time.monotonic() < ends[0]:
                 threading.Timer(RETRY_SECONDS, call).start()
                 return
-        cause = error.cause if isinstance(error, RayTaskError) else error
-        if not settled.set_running_or_notify_cancel():
+        end(cause, None if error else job.result())
+
+    def end(cause: BaseException | None, result: Any = None) -> None:
+        if settled.done() or not settled.set_running_or_notify_cancel():
             return
         if cause is None:
-            settled.set_result(job.result())
+            settled.set_result(result)
         else:
             settled.set_exception(lost if isinstance(cause, RayError) else cause)
 
@@ -270,7 +292,8 @@ def _called(start: Callable[[], Any], lost: Exception) -> Future[Any]:
 
 def _cancel(reference: Any, settled: Future[Any]) -> None:
     """Cancels a call of Ray if its future was cancelled."""
-    if settled.cancelled():
+    # After the end of the connection, Ray would start a cluster.
+    if settled.cancelled() and ray.is_initialized():
         # A call whose process is lost has ended already.
         with contextlib.suppress(RayError):
             ray.cancel(reference)

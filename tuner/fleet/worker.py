@@ -10,13 +10,20 @@ from typing import NamedTuple, Self
 
 import msgspec
 
-from flashtune.core.errors import FlashtuneError, MachineError, StoreError, TableError, UsageError
+from flashtune.core.errors import (
+    FlashtuneError,
+    MachineError,
+    StoreError,
+    TableError,
+    UsageError,
+    printable,
+)
 from flashtune.core.machine import triton_folder
 from flashtune.core.target import Target
 from flashtune.db.queue import Claimant, Lease, LeasedStore, LeaseLostError, Queue, lost
 from flashtune.tuner.execution.backend import SearchWorkers, StoppableClock
 from flashtune.tuner.execution.compile_pool import CompilerShare, SearchCompiler
-from flashtune.tuner.execution.compiled_files import unpack_files
+from flashtune.tuner.execution.compiled_files import has_received, unpack_files
 from flashtune.tuner.execution.evaluation import DeviceLostError, Measurer
 from flashtune.tuner.fleet.jobs import claimant, idle_reason, request_of
 from flashtune.tuner.search.driver import run_search
@@ -125,7 +132,7 @@ class Worker(NamedTuple):
                         self.report(self._search(store, store.lease, patience))
                         continue
                     waiting = self.queue.open_jobs(self.claimant)
-                    self.report(idle_reason(self.queue.batches(), self.claimant, waiting))
+                    self.report(printable(idle_reason(self.queue.batches(), self.claimant, waiting)))
                     if exit_when_empty and not waiting:
                         return
                     self.clock.pause(patience.poll)
@@ -148,7 +155,8 @@ class Worker(NamedTuple):
                     raise TableError(lease.flaw)
                 heart.fetch()
                 request = request_of(lease.spec, self.target, self.device)
-                result = run_search(request, store, observe, self.equipment._replace(clock=clock))
+                tools = self.equipment._replace(clock=clock)
+                result = run_search(request, store, observe, tools, keeps_code=_compiles_alone)
                 if result.best is None:
                     raise UsageError(_no_kernel(result))
                 if not self.queue.finish(lease):
@@ -220,7 +228,7 @@ class Heart:
         for kernel, files in self._queue.new_files(self._lease.job, self._known).items():
             self._known.add(kernel)
             # Without its files, a kernel is compiled here.
-            with contextlib.suppress(TableError, OSError):
+            with contextlib.suppress(FlashtuneError, OSError):
                 unpack_files(files, triton_folder())
 
     def _run(self) -> None:
@@ -240,6 +248,11 @@ class Heart:
             if self.fault and not self._stop.is_set():
                 self._clock.stop()
                 return
+
+
+def _compiles_alone() -> bool:
+    """Returns whether all kernels were compiled here. Other programs must not load those of the database."""
+    return not has_received(triton_folder())
 
 
 def _no_kernel(result: SearchResult) -> str:

@@ -44,6 +44,8 @@ def run_search(
     equipment: SearchWorkers | None = None,
     policy: Policy = default_policy,
     following: Callable[[], SearchRequest | None] = lambda: None,
+    *,
+    keeps_code: Callable[[], bool] = lambda: True,
 ) -> SearchResult:
     """Searches kernels for one problem on one GPU, and stores every result at once.
 
@@ -51,7 +53,8 @@ def run_search(
     continues an interrupted search. The observer is called several times a second. Without `equipment`, the
     search starts its own compiler and measurer. `following` is called before the finals. The first candidates
     of the search that it returns compile during the finals. After Ctrl-C, the search selects the best kernel
-    so far and raises `KeyboardInterrupt` again.
+    so far and raises `KeyboardInterrupt` again. `keeps_code` returns whether the machine code of
+    the selection is stored for later processes.
     """
     scope = search_scope(request)
     workers = contextlib.nullcontext(equipment) if equipment else open_workers(request.device, request.jobs)
@@ -84,7 +87,8 @@ def run_search(
                 _pin(store, request, journal)
             raise
         best, fallback, pinned = _pin(store, request, journal)
-        if pinned and measures.provenance is Provenance.MEASURED and request.target.is_nvidia:
+        measured = measures.provenance is Provenance.MEASURED
+        if pinned and measured and keeps_code() and request.target.is_nvidia:
             rows = [row for row in dict.fromkeys((best, fallback)) if row is not None]
             store_machine_code(scope, rows, tools, store)
     reporter.report(Phase.DONE)

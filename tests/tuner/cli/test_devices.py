@@ -57,6 +57,25 @@ def test_dry_run_divides_the_time_among_gpus(run: Run, gpus: list[str]) -> None:
     assert run(*command, "all").stdout.endswith(" in about 45 s in all on 2 GPUs\n")
 
 
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ("--device 0", "--ray and --device exclude each other"),
+        ("--devices all", "--ray and --devices exclude each other"),
+        ("--target h100 --dry-run", "--ray and --dry-run exclude each other"),
+        ("--target h100 --enqueue", "--ray and --enqueue exclude each other"),
+        ("--repeat 2", "--ray and --repeat exclude each other"),
+        ("--db postgresql://me:secret@host/a", "Ray shows the command lines of its programs"),
+        ("--db postgresql://me@host/a?password=secret", "Ray shows the command lines of its programs"),
+    ],
+)
+def test_options_that_exclude_ray_are_refused(run: Run, gpus: list[str], options: str, reason: str) -> None:
+    result = run(*SEARCH, "--ray", "auto", *options.split())
+    assert result.exit_code == 2
+    assert reason in result.stderr
+    assert "secret" not in result.output
+
+
 @pytest.fixture
 def searched(gpus: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Searches use fakes of both GPUs."""

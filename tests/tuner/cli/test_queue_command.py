@@ -8,15 +8,25 @@ from typing import Any
 
 import pytest
 
+from flashtune.core import target
+from flashtune.core.machine import triton_folder
+from flashtune.core.record import Provenance
 from flashtune.db.queue import Queue
 from flashtune.tuner.execution import backend
 from flashtune.tuner.execution.evaluation import Predictor
-from tests.support.postgres import PASSWORD
+from flashtune.tuner.fleet.jobs import queue_versions
+from tests.db.postgres import PASSWORD
 from tests.tuner.cli.conftest import Run
 from tests.tuner.search.fakes import FAMILY, FakeCompiler
 
 SHAPES = "heads=4,seqlen=64|128,head_dim=64,dtype=fp16"
 ENQUEUE = ("search", "--shape", SHAPES, "--target", "h100", "--family", FAMILY, "--trials", "6", "--enqueue")
+
+
+@pytest.fixture(autouse=True)
+def triton_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers set this variable unless a user did."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
 
 
 @pytest.fixture
@@ -58,6 +68,15 @@ def test_worker_searches_the_queued_shapes(run: Run, database: str) -> None:
     assert json.loads(run("show", "--target", "h100", "--json").stdout)
 
 
+@pytest.mark.parametrize("named", ["", "here"])
+def test_workers_have_a_triton_cache_of_their_own(
+    run: Run, database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", named)
+    assert run("worker", "--target", "h100", "--exit-when-empty").exit_code == 0
+    assert triton_folder() == (Path(named) if named else tmp_path / "cache" / "worker-triton")
+
+
 def test_failed_jobs_have_their_reason_and_can_be_queued_again(run: Run, database: str) -> None:
     batch = enqueued(run)
     with Queue(database) as queue:
@@ -78,6 +97,18 @@ def test_measured_jobs_are_not_predicted(run: Run, database: str) -> None:
     work = run("worker", "--target", "h100", "--exit-when-empty")
     assert (work.exit_code, work.stdout) == (0, "")
     assert "no job for nvidia-h100 is open" in work.stderr
+
+
+def test_host_with_a_gpu_can_queue_predicted_jobs(
+    run: Run, database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(target, "device_target", lambda index: target.find_target("h100"))
+    options = ENQUEUE[ENQUEUE.index("--family") :]
+    assert run("search", "--shape", SHAPES, *options, "--predicted").exit_code == 0
+    with Queue(database) as queue:
+        assert {spec.provenance for _, spec in queue.open_specs("nvidia-h100", queue_versions())} == {
+            Provenance.PREDICTED
+        }
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,13 @@ from unittest import mock
 import pytest
 import torch
 
-from flashtune.core.errors import KernelError
+from flashtune.core.errors import KernelError, ProblemError
 from flashtune.core.kernel import Specialization
 from flashtune.core.record import Measurement, Outcome, Verdict
 from flashtune.core.target import find_target
 from flashtune.tuner.candidates import Candidate
 from flashtune.tuner.execution import gpu_jobs, timing
+from flashtune.tuner.execution.evaluation import DeviceLostError
 from flashtune.verification.cases import Level
 from tests.support.fakes import install
 from tests.tuner.conftest import GpuMemory
@@ -99,6 +100,18 @@ class Timer:
 
     def clock_probe(self, index: int) -> object:
         return CLOCK
+
+
+@pytest.mark.parametrize(("free", "error"), [(0.9, ProblemError), (0.2, DeviceLostError)])
+def test_lack_of_memory_is_a_fault_of_the_shape_or_of_other_programs(
+    monkeypatch: pytest.MonkeyPatch, gpu_memory: GpuMemory, free: float, error: type[Exception]
+) -> None:
+    make = mock.Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory"))
+    monkeypatch.setattr(gpu_jobs, "make_tensors", make)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free * 2**30, 2**30))
+    with pytest.raises(error, match="GPU 0 cannot"):
+        gpu_jobs._roomy_tensors(a_problem(), torch.device("cuda", 0), False)
+    assert make.call_count == 2
 
 
 @pytest.fixture(autouse=True)

@@ -3,6 +3,7 @@
 import io
 import os
 import zipfile
+from concurrent.futures import Future
 from pathlib import Path
 
 import msgspec
@@ -10,7 +11,7 @@ import pytest
 from sqlalchemy import create_engine, text
 
 from flashtune import testing
-from flashtune.core.errors import TableError
+from flashtune.core.errors import MachineError, TableError
 from flashtune.core.kernel import Kernel
 from flashtune.core.target import find_target
 from flashtune.db.queue import JobSpec, Queue
@@ -18,7 +19,8 @@ from flashtune.launch.compilation import is_compiled
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from flashtune.tuner.candidates import contiguous_specialization
-from flashtune.tuner.execution.compiled_files import MAX_UNPACKED, FileList, unpack_files
+from flashtune.tuner.execution.compiled_files import MAX_UNPACKED, FileList, has_received, unpack_files
+from flashtune.tuner.execution.processes import Workers, start_server
 from flashtune.tuner.fleet import compile_ahead
 from flashtune.tuner.fleet.jobs import queue_versions
 
@@ -40,6 +42,8 @@ def archive(**members: bytes) -> bytes:
 def test_worker_of_another_machine_compiles_the_likely_kernels(
     postgres: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # The server's processes have the other machine's cache.
+    start_server()
     monkeypatch.setattr(compile_ahead, "LIKELY", 1)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "own"))
     family = find_family(FAMILY)
@@ -60,6 +64,19 @@ def test_worker_of_another_machine_compiles_the_likely_kernels(
         queue.batches()
         assert queue.new_files(1, set()) == {}
         assert not queue.take_kernel(1, "0" * 32)
+
+
+def test_machine_that_cannot_compile_ends_its_worker(postgres: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def schedule(*_: object) -> Future[bytes]:
+        done: Future[bytes] = Future()
+        done.set_exception(MachineError("the disk is full"))
+        return done
+
+    monkeypatch.setattr(Workers, "schedule", schedule)
+    with Queue(postgres) as queue:
+        queue.enqueue([JobSpec(problem=PROBLEM, target=A100.name, families=(FAMILY,))], queue_versions())
+        with pytest.raises(MachineError, match="the disk is full"):
+            list(compile_ahead.compile_ahead(queue, A100, 1, exit_when_empty=True))
 
 
 def test_changed_files_are_not_used(postgres: str) -> None:
@@ -87,6 +104,7 @@ def test_list_of_files_names_those_of_this_machine(tmp_path: Path) -> None:
     written = msgspec.json.decode((tmp_path / FOLDER / "__grp__k.json").read_bytes(), type=FileList)
     assert written.child_paths == {name: str(tmp_path / FOLDER / name) for name in ("k.json", "k.cubin")}
     assert (tmp_path / FOLDER / "k.cubin").read_bytes() == b"code"
+    assert has_received(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -100,6 +118,9 @@ def test_list_of_files_names_those_of_this_machine(tmp_path: Path) -> None:
         archive(**{f"{FOLDER}/k.so": b"code"}),
         archive(**{f"{FOLDER}/k.cubin": bytes(MAX_UNPACKED + 1)}),
         archive(**{f"{FOLDER}/__grp__k.json": b'{"child_paths": {"k.json": 1}}'}),
+        archive(**{f"{FOLDER}/k{number}.json": b"{}" for number in range(65)}),
+        archive(**{f"{FOLDER}/__grp__k.json": b'{"child_paths": {"\xff": ""}}'}),
+        archive(**{f"{FOLDER}/k.json": b"{}" * 50}).replace(b"\xab\xae\xad", b"\xff\xff\xff", 1),
         archive(**{f"{FOLDER}/k.json": b"{}"})[:-30],
     ],
 )
@@ -108,3 +129,4 @@ def test_hostile_files_are_refused(files: bytes, tmp_path: Path) -> None:
     with pytest.raises(TableError):
         unpack_files(files, folder)
     assert not [name for _, _, names in os.walk(tmp_path) for name in names]
+    assert not has_received(folder)

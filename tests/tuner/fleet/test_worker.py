@@ -5,23 +5,30 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
 from flashtune.core.errors import FlashtuneError, MachineError, UsageError
+from flashtune.core.notices import FlashtuneWarning
 from flashtune.core.record import Outcome
+from flashtune.db.errors import ServerUnavailableError
 from flashtune.db.queue import JobSpec, Queue
+from flashtune.db.retries import RETRY_SECONDS
 from flashtune.db.store import open_store
 from flashtune.tuner.candidates import Candidate
+from flashtune.tuner.execution.compiled_files import RECEIVED
 from flashtune.tuner.execution.evaluation import Evaluation, lost_device
 from flashtune.tuner.fleet import worker
 from flashtune.tuner.fleet.executor import QueueExecutor
 from flashtune.tuner.fleet.jobs import queue_versions, request_of, spec_of
 from flashtune.tuner.fleet.worker import Ended, Event, Patience, run_workers
+from flashtune.tuner.search import driver
 from flashtune.tuner.search.request import Progress
-from tests.support.postgres import Server
+from tests.db.postgres import Server
 from tests.tuner.search.fakes import FAMILY, FakeCompiler, FakeMeasurer, a_problem, by_tile
 from tests.tuner.search.small_search import H100, SPACES, a_request
 
@@ -163,6 +170,22 @@ class Hanging(FakeMeasurer):
         return super().evaluate(*arguments) if len(self.seen) < 3 else Future()
 
 
+def test_worker_that_received_kernels_stores_no_machine_code(
+    queue: Queue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored: list[object] = []
+    monkeypatch.setattr(driver, "store_machine_code", lambda *arguments: stored.append(arguments))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    enqueue(queue)
+    list(run(queue))
+    assert len(stored) == 1
+    (tmp_path / RECEIVED).touch()
+    enqueue(queue, 2)
+    list(run(queue))
+    assert states(queue) == [("done", 1)] * 3
+    assert len(stored) == 1
+
+
 def test_hanging_search_ends_its_worker_and_its_lease(queue: Queue) -> None:
     enqueue(queue)
     with pytest.raises(MachineError, match=r"finished nothing for 0\.5 s"):
@@ -198,7 +221,7 @@ def test_cancelled_job_ends_its_search(queue: Queue) -> None:
     ("target", "versions", "reason"),
     [
         ("nvidia-h200", None, "no job for nvidia-h100 is open: the open jobs are for nvidia-h200"),
-        ("nvidia-h100", "flashtune 9", "need flashtune 9, and this worker has"),
+        ("nvidia-h100", "flashtune 9\x1b[1m", "need flashtune 9?[1m, and this worker has"),
     ],
 )
 def test_worker_that_no_job_wants_says_why(
@@ -231,6 +254,25 @@ def test_executor_without_a_gpu_returns_results_of_workers_elsewhere(queue: Queu
     failed = results[wrong.problem]
     assert failed.best is None
     assert "other" in failed.reasons[0][0]
+
+
+def test_interrupt_is_raised_while_the_server_is_down(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(seconds: float) -> None:
+        monkeypatch.setattr(Queue, "_in", fail)
+        raise KeyboardInterrupt
+
+    def fail(*arguments: Any) -> None:
+        raise ServerUnavailableError("the server is down")
+
+    monkeypatch.setattr("flashtune.tuner.fleet.executor.time", SimpleNamespace(sleep=interrupt))
+    start = time.monotonic()
+    requests = [a_request(spaces=())]
+    with (
+        pytest.warns(FlashtuneWarning, match=r"batch \w+ stays queued: flashtune queue cancel --batch"),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        list(QueueExecutor(queue, None, {}).run(requests, lambda progress: None))
+    assert time.monotonic() - start < RETRY_SECONDS / 2
 
 
 def test_queue_takes_no_search_with_spaces_of_its_own() -> None:

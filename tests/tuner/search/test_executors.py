@@ -15,7 +15,9 @@ import pytest
 from flashtune.core import notices
 from flashtune.core.errors import MachineError
 from flashtune.core.notices import FlashtuneWarning
+from flashtune.db.errors import ServerUnavailableError
 from flashtune.db.queue import Queue
+from flashtune.db.retries import RETRY_SECONDS
 from flashtune.db.store import Store, open_store
 from flashtune.tuner.candidates import Candidate, SearchTask
 from flashtune.tuner.execution.compile_pool import Compiled, CompilerShare
@@ -210,6 +212,33 @@ def test_losing_every_gpu_or_two_by_one_search_ends_all(store: Store, gpus: int)
         list(local(store, judges).run(requests(1), ignore))
     assert len(store.records()) == 3 * min(gpus, 2)
     assert len(store.selections()) == 1
+
+
+def test_after_an_error_no_search_waits_for_a_server_that_is_down(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_down, waits = threading.Event(), threading.Event()
+    answer = Store._in
+
+    def answer_or_fail(self: Store, *arguments: Any) -> Any:
+        if not is_down.is_set():
+            return answer(self, *arguments)
+        waits.set()
+        raise ServerUnavailableError("the server is down")
+
+    def before_an_error(candidate: Candidate) -> Evaluation:
+        assert waits.wait(60)
+        raise MachineError("the disk is full")
+
+    def before_a_write(candidate: Candidate) -> Evaluation:
+        is_down.set()
+        return by_tile(candidate)
+
+    monkeypatch.setattr(Store, "_in", answer_or_fail)
+    start = time.monotonic()
+    with pytest.raises(MachineError, match="the disk is full"):
+        list(local(store, [before_an_error, before_a_write]).run(requests(2), ignore))
+    assert time.monotonic() - start < RETRY_SECONDS / 2
 
 
 def test_running_searches_share_the_compilers(store: Store) -> None:

@@ -5,23 +5,25 @@ import sys
 import threading
 import time
 from collections import Counter
+from concurrent.futures import Future
 from typing import Any
 
 import msgspec
 import pytest
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import ActorDiedError, ObjectReconstructionFailedError, RayError
 
 from flashtune.core.errors import UsageError
 from flashtune.core.notices import FlashtuneWarning
 from flashtune.db.store import Store
-from flashtune.tuner.candidates import Candidate
+from flashtune.tuner.candidates import Candidate, SearchTask
 from flashtune.tuner.execution.evaluation import Evaluation
+from flashtune.tuner.fleet import ray_nodes
 from flashtune.tuner.fleet.ray_cluster import Cluster, alike, open_cluster
-from flashtune.tuner.fleet.ray_nodes import Identity, identity
+from flashtune.tuner.fleet.ray_nodes import Identity, RayCompiler, RayMeasurer, identity
 from flashtune.tuner.search.selection import candidate_of
 from tests.support.fuzzing import fuzz_count
-from tests.tuner.search.fakes import a_problem, by_tile
+from tests.tuner.search.fakes import a_problem, by_tile, compiled
 from tests.tuner.search.ray_fakes import START_SECONDS
 from tests.tuner.search.small_search import H100, SIZE, a_request
 from tests.tuner.search.test_executors import on_ray
@@ -71,6 +73,67 @@ def wait_for(process: Any) -> None:
             return
 
 
+class Reference:
+    """Ray's reference to a result that is known."""
+
+    def __init__(self, result: object) -> None:
+        self._job: Future[object] = Future()
+        if isinstance(result, Exception):
+            self._job.set_exception(result)
+        else:
+            self._job.set_result(result)
+
+    def future(self) -> Future[object]:
+        return self._job
+
+
+class Node:
+    """A process whose calls have given results. Exceptions of Python are raised when a call starts."""
+
+    def __init__(self, *results: object) -> None:
+        self.results, self.files = list(results), list[object]()
+        self.evaluate = self.compile = self
+
+    def options(self, num_returns: int) -> "Node":
+        return self
+
+    def remote(self, *arguments: object, files: object = None) -> Any:
+        self.files.append(files)
+        result = self.results.pop(0)
+        if isinstance(result, ValueError):
+            raise result
+        return result if isinstance(result, tuple) else Reference(result)
+
+
+@pytest.mark.parametrize("loss", [ActorDiedError(), ObjectReconstructionFailedError("0" * 56)])
+def test_repeated_calls_have_no_files(
+    monkeypatch: pytest.MonkeyPatch, loss: RayError, scope: SearchTask
+) -> None:
+    monkeypatch.setattr(ray_nodes, "RETRY_SECONDS", 0.0)
+    candidate = next(scope.candidates())
+    node, done = Node(loss, loss, by_tile(candidate)), compiled(candidate)
+    compiler = RayCompiler({Node((Reference(done), Reference(b"files"))): 1})
+    assert compiler.submit(scope, candidate).result(60) == done
+    measurer = RayMeasurer(node, compiler, "GPU 0")
+    assert measurer.evaluate(scope, candidate, done, None).result(60) == by_tile(candidate)
+    first, *others = node.files
+    assert isinstance(first, Reference)
+    assert others == [b"", b""]
+    failing = RayMeasurer(Node(loss, ValueError("no thread")), compiler, "GPU 0")
+    with pytest.raises(ValueError, match="no thread"):
+        failing.evaluate(scope, candidate, done, None).result(60)
+
+
+def test_files_of_few_kernels_are_kept(monkeypatch: pytest.MonkeyPatch, scope: SearchTask) -> None:
+    monkeypatch.setattr(ray_nodes, "MAX_KEPT", 2)
+    tried = list(scope.candidates())[:3]
+    compiler = RayCompiler({Node(*[(Reference(0), Reference(number)) for number in range(3)]): 1})
+    for candidate in tried:
+        compiler.submit(scope, candidate)
+    kept = [compiler.take_files(scope, candidate) for candidate in tried]
+    assert [isinstance(files, Reference) for files in kept] == [False, True, True]
+
+
 def test_nodes_with_other_versions_are_not_used() -> None:
     own = identity(None)
     names = list(own.versions)
@@ -87,11 +150,32 @@ def test_nodes_with_other_versions_are_not_used() -> None:
         assert alike(known, driver, {key: f"node {key}" for key in known}) == {"a", "d"}
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1:1", "nowhere", "local-"])
-def test_wrong_address_is_one_sentence(address: str) -> None:
-    with pytest.raises(UsageError, match="Ray cluster") as error, open_cluster(address, H100):
+@pytest.mark.parametrize(
+    ("address", "reason"),
+    [
+        ("127.0.0.1:1", "Connection refused"),
+        ("auto", "Connection refused"),
+        ("127.0.0.1:99999", ""),
+        ("nowhere", ""),
+        ("local-", ""),
+    ],
+)
+def test_wrong_address_is_one_sentence(monkeypatch: pytest.MonkeyPatch, address: str, reason: str) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    with pytest.raises(UsageError, match=f"Ray cluster.*{reason}") as error, open_cluster(address, H100):
         pass
     assert "\n" not in str(error.value)
+
+
+def test_local_cluster_does_not_depend_on_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(address: str, **options: object) -> None:
+        # Without an address, Ray would take that of `RAY_ADDRESS`.
+        assert address == "local"
+        raise RayError("no memory")
+
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(UsageError, match=r"cannot be used \(.*no memory\)"), open_cluster("local", H100):
+        pass
 
 
 def test_missing_ray_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,8 @@ from flashtune.core.errors import StoreError
 from flashtune.core.notices import FlashtuneWarning
 from flashtune.db import retries
 from flashtune.db.store import Store, open_store
+from tests.db.postgres import Server
 from tests.db.records import make_record
-from tests.support.postgres import Server
 from tests.tuner.search.fakes import FakeMeasurer, a_problem, by_tile
 from tests.tuner.search.small_search import search
 

@@ -16,6 +16,7 @@ from flashtune.tuner.cli.options import (
     database_option,
     family_option,
     file_option,
+    jobs_option,
     json_option,
     problem_options,
     quiet_options,
@@ -52,7 +53,7 @@ def with_workers_ahead(command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def wrapped(**arguments: Any) -> None:
-        if not (arguments["dry_run"] or arguments["enqueue"]):
+        if not (arguments["dry_run"] or arguments["enqueue"] or arguments["ray_address"]):
             from flashtune.tuner.execution.processes import start_server
 
             start_server()
@@ -105,13 +106,15 @@ def with_workers_ahead(command: Callable[..., None]) -> Callable[..., None]:
     help="Stop proposing after S seconds per shape. The final measurement takes a few more.",
 )
 @family_option("families", multiple=True, help="Search only this kernel family. Repeatable.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the sampler.")
 @click.option(
-    "--jobs",
-    type=click.IntRange(min=1),
+    "--seed",
+    type=click.IntRange(0, 2**32 - 1),
     metavar="N",
-    help="Compiler processes. Default: one per core, minus one for each GPU.",
+    default=0,
+    show_default=True,
+    help="Seed of the sampler.",
 )
+@jobs_option
 @click.option(
     "--retry-failed",
     is_flag=True,
@@ -209,8 +212,10 @@ def command(
     from flashtune.tuner.search.request import Effort, SearchRequest, budget_of
     from flashtune.tuner.workloads.models import saving_lse, training_passes
 
-    if ray_address is not None and (enqueue or repeat is not None):
-        raise UsageError("--ray excludes --enqueue and --repeat: use one of them")
+    if ray_address is not None:
+        _refuse_with_ray(db)
+    if enqueue and repeat is not None:
+        raise UsageError("--enqueue and --repeat exclude each other: use one of them")
     if (wait or predicted or priority) and not enqueue:
         raise UsageError("--wait, --predicted and --priority need --enqueue: add it")
     if wait and priority:
@@ -221,13 +226,13 @@ def command(
         problems = training_passes(problems)
     trained = saving_lse(problems)
     # Further GPUs would have no work.
-    devices = devices[: len(problems)]
+    devices = () if predicted else devices[: len(problems)]
     requests = tuple(
         SearchRequest(
             problem=problem,
             target=target,
             # Jobs are for workers with a GPU.
-            device=next(iter(devices), 0 if enqueue and not predicted else None),
+            device=next(iter(devices), None if predicted or not enqueue else 0),
             budget=budget_of(Effort(effort), trials, seconds),
             families=families,
             seed=seed,
@@ -252,6 +257,21 @@ def command(
     if as_json:
         print_json(results)
     _refuse_failures(results)
+
+
+def _refuse_with_ray(db: str | None) -> None:
+    """Raises if an option of the running command cannot be used with --ray."""
+    from flashtune.db.location import without_password
+
+    given = click.get_current_context().params
+    for name in ("device", "devices", "dry_run", "enqueue", "repeat"):
+        if given[name] is not None and given[name] is not False:
+            raise UsageError(f"--ray and --{name.replace('_', '-')} exclude each other: use one of them")
+    if db is not None and ("***" in without_password(db) or "pass" in db.partition("?")[2].lower()):
+        raise UsageError(
+            "Ray shows the command lines of its programs, and --db has a password: set FLASHTUNE_DB instead, "
+            "or write the password into ~/.pgpass"
+        )
 
 
 def _repeat(requests: tuple[SearchRequest, ...], times: int, as_json: bool) -> None:
@@ -303,7 +323,8 @@ def _search(
 
     if report is not None:
         require_plotly("--report")
-    if not is_set("quiet"):
+    # The GPUs and cores of a cluster are not known yet.
+    if ray_address is None and not is_set("quiet"):
         note(outlook(expected_of(requests, devices, db), len(devices)))
     target, url = requests[0].target.name, database_url(db)
     database, width = describe(url), line_width()
@@ -336,6 +357,7 @@ def _executor(
     store: Store, requests: tuple[SearchRequest, ...], devices: tuple[int, ...], ray_address: str | None
 ) -> contextlib.AbstractContextManager[Executor]:
     """Returns the executor of the searches, whose processes start and end with the context."""
+    from flashtune.core.machine import use_own_triton_folder
     from flashtune.db.queue import Queue
     from flashtune.tuner.fleet.executor import open_queue
     from flashtune.tuner.fleet.ray_cluster import open_ray
@@ -345,6 +367,7 @@ def _executor(
     if ray_address is not None:
         return open_ray(store, ray_address, requests[0].target, jobs)
     if isinstance(store, Queue):
+        use_own_triton_folder()
         return open_queue(store, devices, jobs)
     return open_local(store, devices, jobs)
 

@@ -9,7 +9,13 @@ import click
 import msgspec
 
 from flashtune.tuner.cli.command import flashtune_command
-from flashtune.tuner.cli.options import database_option, json_option, quiet_options, targets_options
+from flashtune.tuner.cli.options import (
+    database_option,
+    jobs_option,
+    json_option,
+    quiet_options,
+    targets_options,
+)
 from flashtune.tuner.cli.output import line_width, note, shows_progress, warn
 
 if TYPE_CHECKING:
@@ -33,12 +39,7 @@ PLAIN_SECONDS = 30.0
     is_flag=True,
     help="Compile kernels for the jobs of other workers, without a GPU. --target names their GPU.",
 )
-@click.option(
-    "--jobs",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Compiler processes. Default: one per core, minus one for each GPU.",
-)
+@jobs_option
 @quiet_options
 @database_option
 @json_option
@@ -60,6 +61,7 @@ def command(
     """
     from rich.console import Console
 
+    from flashtune.core.machine import use_own_triton_folder
     from flashtune.db.location import describe
     from flashtune.db.queue import Lease, Queue
     from flashtune.tuner.execution.backend import open_host
@@ -75,6 +77,7 @@ def command(
         PLAIN_SECONDS,
     )
     told = ""
+    use_own_triton_folder()
     if compile_only:
         from flashtune.tuner.execution.backend import compilers_of
         from flashtune.tuner.fleet.compile_ahead import compile_ahead

@@ -12,7 +12,7 @@ from flashtune.db.location import bundle_file, database_url
 from flashtune.db.store import open_store
 from flashtune.launch.bundles import recipe_of
 from tests.bundle.conftest import make_entry
-from tests.support.postgres import PASSWORD
+from tests.db.postgres import PASSWORD
 from tests.support.records import MakeRecord
 from tests.tuner.cli.conftest import Run
 
