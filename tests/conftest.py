@@ -18,7 +18,8 @@ os.environ.pop("COLUMNS", None)
 
 import torch
 
-from tests.support import families, fuzzing, postgres, sampling, times
+from tests.db import postgres
+from tests.support import families, fuzzing, sampling, times
 
 # Imports and collected tests are not garbage, and searching them takes half of the time of parsing a kernel.
 gc.disable()
