@@ -1,6 +1,7 @@
 """Workers and their connections are killed at random moments: nothing is lost, doubled or left open."""
 
 import json
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -32,7 +33,10 @@ def test_kills_lose_and_double_nothing(
     log.touch()
     command = [sys.executable, "-m", "tests.tuner.fleet.killed_workers", postgres, str(log), "44"]
     command.append(str(fuzz_count(12, 200)))
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200, check=False)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1200, check=False
+    )
     assert done.returncode == 0, done.stderr
     counts = json.loads(done.stdout)
     assert counts["open"] == 0, counts

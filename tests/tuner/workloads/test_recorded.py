@@ -125,7 +125,7 @@ def test_training_searches_forward_kernels_with_log_sum_exps(
 ) -> None:
     seen: list[SearchRequest] = []
 
-    def noted(requests: tuple[SearchRequest, ...], *_: object) -> list[object]:
+    def noted(requests: tuple[SearchRequest, ...], *_: object, **options: object) -> list[object]:
         seen.extend(requests)
         return []
 
