@@ -62,7 +62,8 @@ INSERT INTO jobs (batch, job_key, problem_key, target, provenance, versions, pri
 VALUES (:batch, :job_key, :problem_key, :target, :provenance, :versions, :priority, :payload)
 ON CONFLICT (job_key) WHERE {OPEN} DO NOTHING
 """
-HELD = "id = :job AND token = :token AND worker = :worker AND state = 'running'"
+CLAIMED = "id = :job AND token = :token AND worker = :worker"
+HELD = f"{CLAIMED} AND state = 'running'"
 END = f"UPDATE jobs SET reason = :reason, lease_until = NULL, ended_at = {NOW}, "
 AGAIN = f"CASE WHEN attempts >= {MAX_ATTEMPTS} THEN 'failed' ELSE 'queued' END"
 # A worker that was cut off while it wrote may hold a lock.
@@ -258,7 +259,7 @@ class Queue(Store):
     def finish(self, lease: Lease) -> bool:
         """Ends a job with success. Returns whether its worker still had it."""
         # The answer to an earlier call may have been lost.
-        held = HELD.replace("state =", "state IN ('done', 'running') AND 'running' =")
+        held = f"{CLAIMED} AND state IN ('done', 'running')"
         return self._held(f"{END} state = 'done' WHERE {held}", lease, reason="")
 
     def fail(self, lease: Lease, reason: str, *, final: bool = False) -> bool:
@@ -288,7 +289,7 @@ class Queue(Store):
         return [_decoded(row, JobRow) for row in reversed(self._rows(JOBS, **_chosen(batch), **values))]
 
     def ended(self, specs: Sequence[JobSpec], versions: str) -> dict[str, str]:
-        """Returns the problems of searches for one GPU whose latest job ended, and why it failed."""
+        """Returns the problems of searches for one GPU if their latest job ended, and why it failed."""
         self._expire()
         if not specs:
             return {}

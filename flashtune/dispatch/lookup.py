@@ -228,8 +228,10 @@ def _splits_pay(problem: Problem, target: Target) -> bool:
 
 def _splits_tiles(family: Family, problem: Problem, target: Target) -> bool:
     """Whether a family that serves a call splits keys by default, in less time than DECODING_FAMILY does."""
+    if not may_split(problem):
+        return False
     config = family.default(problem, target)
-    if not may_split(problem) or getattr(config, "num_splits", 1) == 1:
+    if getattr(config, "num_splits", 1) == 1:
         return False
     other = find_family(DECODING_FAMILY)
     if other.supports(problem, target) is not None:

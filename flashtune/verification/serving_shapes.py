@@ -60,8 +60,8 @@ def serving_cases(
     """Yields the problems of a check in a fixed order.
 
     In decoding, the tile's queries are rows: queries times heads that share a KV head. `splits` is 0 for a
-    kernel that does not decode, whose tiles may have `parts` of their keys. An interpreter needs `reduced`
-    problems.
+    kernel that does not decode. Tiles of such a kernel may have `parts` of their keys. An interpreter needs
+    `reduced` problems.
     """
     shapes = _decoding(tile, splits, quick) if splits else _plain(tile, problem, quick)
     borders = border_shapes(tile, problem, quick=quick, reduced=reduced, decoding=splits > 0)

@@ -194,7 +194,7 @@ class HopperModel(PerformanceModel[HopperConfig]):
 
 
 def split_variants(problem: Problem, config: HopperConfig, target: Target) -> Iterable[HopperConfig]:
-    """Returns points of a space whose splits give every SM one or two tiles, with other groups and packs."""
+    """Returns points of a space with one or two tiles for every SM by splits, and other groups and packs."""
     space = hopper_space(problem, target)
     axes = {axis.name: axis.values for axis in space.axes}
     counts = [count for count in axes["num_splits"] if isinstance(count, int) and count > 1]

@@ -99,7 +99,7 @@ def simulate(trace: Sequence[Request], cache_tokens: int, page_size: int, step: 
             request, sequence = waiting.popleft(), ledger.add()
             ledger.commit(ledger.plan([sequence], [request.prompt_tokens]))
             running[sequence], lengths[sequence] = request, request.prompt_tokens
-        # Each sequence whose last page is full needs another one.
+        # Each sequence with a full last page needs another one.
         while sum(length % page_size == 0 for length in lengths.values()) > ledger.free_pages:
             newest = max(running)
             arrival, length, tokens = running[newest].arrival, lengths.pop(newest), running.pop(newest).tokens

@@ -68,14 +68,7 @@ class QueueExecutor:
                 if waiting:
                     time.sleep(self._patience.poll)
         except BaseException:
-            # A server that is down must not hide the error.
-            queue.retries.stop()
-            try:
-                queue.cancel(batch)
-            except StoreError:
-                warn_once(
-                    batch, f"batch {batch} stays queued: flashtune queue cancel --batch {batch} ends it"
-                )
+            self._cancel(batch)
             raise
 
     def _cancel(self, batch: str) -> None:

@@ -37,7 +37,7 @@ def claimant(target: Target, device: int | None) -> Claimant:
 
 
 def spec_of(request: SearchRequest) -> JobSpec:
-    """Returns the job of a search. Without a device, it is one whose times are predicted."""
+    """Returns the job of a search. Without a device, its times are predicted."""
     budget, own = request.budget, (request.budget.trials, request.budget.seconds)
     choices = ((effort, limits) for limits in ((None, None), own) for effort in Effort)
     found = next((choice for choice in choices if budget_of(choice[0], *choice[1]) == budget), None)

@@ -37,7 +37,7 @@ from flashtune.verification.schedule_fuzzing import delayed
 # A lost process imports torch before it is back.
 RESTART_SECONDS = 60.0
 RETRY_SECONDS = 0.5
-# Kernels whose files are kept for GPUs. A GPU's node compiles a kernel without files.
+# At most so many kernels have files kept for GPUs. The node of a GPU compiles a kernel without files.
 MAX_KEPT = 1000
 
 
@@ -294,7 +294,7 @@ def _cancel(reference: Any, settled: Future[Any]) -> None:
     """Cancels a call of Ray if its future was cancelled."""
     # After the end of the connection, Ray would start a cluster.
     if settled.cancelled() and ray.is_initialized():
-        # A call whose process is lost has ended already.
+        # The call has ended already if its process is lost.
         with contextlib.suppress(RayError):
             ray.cancel(reference)
 

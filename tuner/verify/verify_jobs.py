@@ -274,7 +274,7 @@ class Runs:
     ) -> dict[Key, tuple[str, Any]]:
         """Calls a function for each job in a pool of processes.
 
-        With GPUs, each has a pool and an equal part of the jobs, whose last argument is then its index.
+        With GPUs, each has a pool and an equal part of the jobs. Their last argument is then its index.
 
         Returns:
             For each finished job: why it has no result, empty if it has one, and the result. Unfinished jobs

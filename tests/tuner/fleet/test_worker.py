@@ -47,7 +47,7 @@ def small_spaces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def queue(postgres: str, small_spaces: None) -> Iterator[Queue]:
-    """A queue whose workers search a small space."""
+    """A queue with workers that search a small space."""
     with Queue(postgres, lease_seconds=1.0) as opened:
         yield opened
 

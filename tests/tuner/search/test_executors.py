@@ -46,7 +46,7 @@ def local(store: Store, judges: list[Judge]) -> Executor:
 
 
 class SmallQueueExecutor(QueueExecutor):
-    """A queue whose searches have the spaces of these tests, which no queue takes."""
+    """A queue for searches with the spaces of these tests, which no queue takes."""
 
     def run(self, requests: Sequence[SearchRequest], observer: Observer) -> Generator[SearchResult]:
         return super().run([msgspec.structs.replace(request, spaces=()) for request in requests], observer)

@@ -88,7 +88,7 @@ class Reference:
 
 
 class Node:
-    """A process whose calls have given results. Exceptions of Python are raised when a call starts."""
+    """A process with given results of its calls. Exceptions of Python are raised when a call starts."""
 
     def __init__(self, *results: object) -> None:
         self.results, self.files = list(results), list[object]()

@@ -122,7 +122,7 @@ def list_jobs(states: tuple[Any, ...], batch: str | None, db: str | None, as_jso
 def retry(ids: tuple[int, ...], batch: str | None, db: str | None, as_json: bool) -> None:
     """Queue failed and cancelled jobs again.
 
-    Queued jobs whose first attempt ended are freed from its driver's version.
+    Queued jobs are freed from the driver's version of their first attempt.
     """
     _change("retry", ids, batch, db, as_json=as_json)
 

@@ -356,7 +356,7 @@ def _search(
 def _executor(
     store: Store, requests: tuple[SearchRequest, ...], devices: tuple[int, ...], ray_address: str | None
 ) -> contextlib.AbstractContextManager[Executor]:
-    """Returns the executor of the searches, whose processes start and end with the context."""
+    """Returns the executor of the searches. Its processes start and end with the context."""
     from flashtune.core.machine import use_own_triton_folder
     from flashtune.db.queue import Queue
     from flashtune.tuner.fleet.executor import open_queue
