@@ -3,9 +3,12 @@
 `benchmarks.search_efforts` has the commands `devices` and `picks`.
 """
 
+import contextlib
 import math
 import os
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,58 +16,121 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.search_efforts import SHAPES, Searched, request_of, timed
-from flashtune.tuner.search.request import Effort
+from flashtune.core.problem import Problem
+from flashtune.core.record import Record
+from flashtune.tuner.search.executors.executor import longest_first
+from flashtune.tuner.search.request import Effort, SearchRequest
 from flashtune.tuner.workloads.shapes import parse_shape
 
 
 class DeviceRun(msgspec.Struct, frozen=True):
     """Searches of all shapes by one executor, with empty caches and an empty database."""
 
+    executor: str  # "local", "queue" or "ray".
     devices: tuple[int, ...]
     cores: int
     seconds: float  # From the start of the process to the last selection.
     searches: tuple[Searched, ...]  # With the times of the picks, if they were timed.
 
 
-def searched_on(devices: Sequence[int], effort: Effort, began: float, folder: Path) -> DeviceRun:
-    """Searches all shapes on GPUs as one `flashtune search` does."""
-    os.environ |= {"TRITON_CACHE_DIR": f"{folder}/triton", "XDG_CACHE_HOME": str(folder)}
+def searched_on(
+    devices: Sequence[int], effort: Effort, began: float, folder: Path, *, ray: bool = False
+) -> DeviceRun:
+    """Searches all shapes on GPUs as one `flashtune search` does, or as one with `--ray local` does."""
+    os.environ |= _caches(folder)
+    if ray:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
     from flashtune.tuner.execution.processes import start_server
 
-    start_server()
-    from flashtune.db.codec import encode_record, without_gpu
+    if not ray:
+        start_server()
     from flashtune.db.store import open_store
     from flashtune.tuner.execution.cpus import available_cpus
+    from flashtune.tuner.fleet.ray_cluster import open_ray
     from flashtune.tuner.search.executors.local import open_local
 
-    shapes = {problem: shape for shape in SHAPES for problem in parse_shape(shape)}
-    requests = [request_of(problem, effort) for problem in shapes]
-    rows = []
-    with open_store(str(folder / "records.sqlite")) as store, open_local(store, devices) as executor:
+    requests, rows = _requests(effort, len(devices)), []
+    with contextlib.ExitStack() as stack:
+        store = stack.enter_context(open_store(str(folder / "records.sqlite")))
+        executor = stack.enter_context(
+            open_ray(store, "local", requests[0].target) if ray else open_local(store, devices)
+        )
         for result in executor.run(requests, lambda _: None):
-            best = result.best
-            row = Searched(
-                problem=result.problem.key,
-                shape=shapes[result.problem],
-                effort=effort,
-                turn=1,
-                cold=False,
-                alone=False,
-                seconds=result.seconds,
-                first_seconds=None,
-                tried=result.counts.tried,
-                stop=result.stop.value,
-                spans=(),
-                best=(),
-                record=encode_record(without_gpu(best)).decode() if best else None,
-            )
-            rows.append(row)
-            print(
-                f"{time.time() - began:.1f} s: {row.problem}: {row.seconds:.1f} s, {row.tried} tried",
-                flush=True,
-            )
+            row = _row(result.problem, effort, result.seconds, result.counts.tried, result.best)
+            rows.append(msgspec.structs.replace(row, stop=result.stop.value))
+            print(f"{time.time() - began:.1f} s: {row.problem}: {row.seconds:.1f} s, {row.tried} tried")
         seconds = time.time() - began
-    return DeviceRun(tuple(devices), available_cpus(), seconds, tuple(rows))
+    return DeviceRun("ray" if ray else "local", tuple(devices), available_cpus(), seconds, tuple(rows))
+
+
+def queued_on(url: str, devices: Sequence[int], effort: Effort, began: float, folder: Path) -> DeviceRun:
+    """Returns the run of all shapes by a worker for each GPU, through a queue in an empty database.
+
+    The cores are divided among the workers.
+    """
+    from flashtune.db.queue import Queue
+    from flashtune.tuner.execution.cpus import available_cpus
+    from flashtune.tuner.fleet.jobs import queue_versions, spec_of
+
+    requests, cores = _requests(effort, len(devices)), available_cpus()
+    with Queue(url) as queue, contextlib.ExitStack() as stack:
+        queue.enqueue([spec_of(request) for request in requests], queue_versions())
+        workers = []
+        for device in devices:
+            words = ["worker", "--db", url, "--exit-when-empty", "--devices", str(device)]
+            words += ["--jobs", str(cores // len(devices))]
+            log = stack.enter_context((folder / f"worker-{device}").open("w"))
+            workers.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "flashtune.tuner.cli", *words],
+                    env={**os.environ, **_caches(folder / str(device))},
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                )
+            )
+        for worker in workers:
+            worker.wait()
+        seconds = time.time() - began
+        print(*((folder / f"worker-{device}").read_text() for device in devices), sep="\n")
+        target = requests[0].target.name
+        best = {row.record.problem: row.record for row in queue.selections(target)}
+        rows = tuple(
+            _row(request.problem, effort, 0.0, len(queue.records(request.problem, target)), found)
+            for request in requests
+            if (found := best.get(request.problem))
+        )
+        return DeviceRun("queue", tuple(devices), cores, seconds, rows)
+
+
+def _caches(folder: Path) -> dict[str, str]:
+    return {"TRITON_CACHE_DIR": f"{folder}/triton", "XDG_CACHE_HOME": str(folder)}
+
+
+def _requests(effort: Effort, gpus: int) -> list[SearchRequest]:
+    """Returns the searches of all shapes in the order in which `flashtune search` starts them."""
+    requests = [request_of(problem, effort) for shape in SHAPES for problem in parse_shape(shape)]
+    return requests if gpus == 1 else longest_first(requests)
+
+
+def _row(problem: Problem, effort: Effort, seconds: float, tried: int, best: Record | None) -> Searched:
+    from flashtune.db.codec import encode_record, without_gpu
+
+    shape = next(shape for shape in SHAPES if problem in parse_shape(shape))
+    return Searched(
+        problem=problem.key,
+        shape=shape,
+        effort=effort,
+        turn=1,
+        cold=False,
+        alone=False,
+        seconds=seconds,
+        first_seconds=None,
+        tried=tried,
+        stop="",
+        spans=(),
+        best=(),
+        record=encode_record(without_gpu(best)).decode() if best else None,
+    )
 
 
 def with_picks(runs: Sequence[DeviceRun]) -> list[DeviceRun]:
@@ -83,8 +149,9 @@ def comparison(runs: Sequence[DeviceRun]) -> Iterator[str]:
     for run in runs:
         speeds = [ms / row.pick_ms for row in run.searches if row.pick_ms and (ms := first.get(row.problem))]
         mean = math.exp(statistics.mean(map(math.log, speeds))) if speeds else math.nan
+        worst = min(speeds, default=math.nan)
         yield (
-            f"GPUs {','.join(map(str, run.devices))}, {run.cores} cores: {run.seconds:.1f} s, "
-            f"{run.seconds / runs[0].seconds:.3f} of the first; speed of the picks {mean:.4f} of the first, "
-            f"worst {min(speeds, default=math.nan):.4f} ({len(speeds)} shapes)"
+            f"{run.executor}, GPUs {','.join(map(str, run.devices))}, {run.cores} cores: "
+            f"{run.seconds:.1f} s, {run.seconds / runs[0].seconds:.3f} of the first; "
+            f"speed of the picks {mean:.4f} of the first, worst {worst:.4f} ({len(speeds)} shapes)"
         )

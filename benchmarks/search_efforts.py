@@ -16,7 +16,8 @@ searched at a time on each. It runs these searches in this order, and starts non
 Then the picks of each shape are timed in one run on its GPU. With `--resume FILE`, searches of an earlier run
 are not repeated, and their picks are timed with the others. `searches` searches shapes in one process, and
 `parts` times the parts of evaluating one candidate. `devices` searches all shapes on some GPUs of one model,
-as one `flashtune search` does with empty caches. `picks` times the picks of several such runs in one run.
+as one `flashtune search` does with empty caches; with --db or --ray, through a queue or Ray. `picks` times
+the picks of several such runs in one run.
 """
 
 import argparse
@@ -503,6 +504,8 @@ def main() -> None:
     parser.add_argument("--given", type=Path, nargs="+", help="a job, searches to time, or runs of devices")
     parser.add_argument("--resume", type=Path, help="the saved file of an earlier run of all")
     parser.add_argument("--devices", default="0", help="indexes of GPUs, such as 0,1")
+    parser.add_argument("--db", help="an empty PostgreSQL database: devices uses a worker for each GPU")
+    parser.add_argument("--ray", action="store_true", help="devices uses the Ray cluster of this machine")
     parser.add_argument("--cores")
     parser.add_argument("--began", type=float)
     parser.add_argument("--save", type=Path, required=True)
@@ -542,7 +545,7 @@ def main() -> None:
 
 def _run_on_devices(arguments: argparse.Namespace, began: float) -> None:
     """Runs the command `devices` or `picks`."""
-    from benchmarks.device_searches import DeviceRun, comparison, searched_on, with_picks
+    from benchmarks.device_searches import DeviceRun, comparison, queued_on, searched_on, with_picks
     from benchmarks.saved import save
 
     if arguments.command == "picks":
@@ -553,7 +556,8 @@ def _run_on_devices(arguments: argparse.Namespace, began: float) -> None:
         return
     devices = [*map(int, arguments.devices.split(","))]
     with tempfile.TemporaryDirectory() as folder:
-        run = searched_on(devices, arguments.effort, began, Path(folder))
+        place = devices, arguments.effort, began, Path(folder)
+        run = queued_on(arguments.db, *place) if arguments.db else searched_on(*place, ray=arguments.ray)
     arguments.save.write_bytes(msgspec.json.encode(run))
     print(f"{len(run.searches)} shapes on {len(devices)} GPUs in {run.seconds:.1f} s")
 

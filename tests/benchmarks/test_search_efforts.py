@@ -126,7 +126,7 @@ def test_lane_saves_finished_searches_and_starts_none_that_may_end_late(
 
 def test_runs_on_devices_are_compared_with_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = tuple(search(Job((shape,), Effort.QUICK), shape, 0) for shape in range(2))
-    runs = [DeviceRun((0,), 16, 100.0, rows), DeviceRun((0, 1), 32, 50.0, rows)]
+    runs = [DeviceRun("local", (0,), 16, 100.0, rows), DeviceRun("queue", (0, 1), 32, 50.0, rows)]
 
     def timed(given: Sequence[Searched]) -> list[Searched]:
         return [msgspec.structs.replace(row, pick_ms=2.0 if row.turn else 1.0) for row in given]
@@ -134,4 +134,4 @@ def test_runs_on_devices_are_compared_with_the_first(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(device_searches, "timed", timed)
     one, two = comparison(with_picks(runs))
     assert "100.0 s, 1.000 of the first; speed of the picks 1.0000" in one
-    assert two.startswith("GPUs 0,1, 32 cores: 50.0 s, 0.500 of the first; speed of the picks 0.5000")
+    assert two.startswith("queue, GPUs 0,1, 32 cores: 50.0 s, 0.500 of the first; speed of the picks 0.5000")

@@ -30,9 +30,10 @@ from flashtune.tuner.fleet.ray_nodes import RayCompiler, RayMeasurer
 from flashtune.tuner.fleet.worker import Patience
 from flashtune.tuner.search.driver import run_search
 from flashtune.tuner.search.executors import local as local_module
-from flashtune.tuner.search.executors.executor import Executor
+from flashtune.tuner.search.executors.executor import Executor, longest_first
 from flashtune.tuner.search.executors.local import LocalExecutor
 from flashtune.tuner.search.request import Observer, Phase, Progress, SearchRequest, SearchResult
+from flashtune.tuner.workloads.shapes import parse_shape
 from tests.tuner.search.fakes import FakeCompiler, FakeMeasurer, a_problem, by_tile, compiled
 from tests.tuner.search.small_search import SIZE, SPACES, a_request
 
@@ -277,3 +278,12 @@ def test_each_waiting_search_compiles_ahead_once(store: Store, monkeypatch: pyte
     list(local(store, [by_tile] * 2).run(wanted, ignore))
     # In any order, because two threads ask.
     assert [ahead.count(request) for request in (*wanted, None)] == [0, 0, 1, 1, 2]
+
+
+def test_searches_of_gradients_start_first() -> None:
+    forward, backward = (
+        tuple(parse_shape(f"heads=2,seqlen=64..128,head_dim=64{suffix}")) for suffix in ("", ",backward")
+    )
+    problems = [forward[0], backward[0], forward[1], backward[1]]
+    given = [msgspec.structs.replace(requests(1)[0], problem=problem) for problem in problems]
+    assert [entry.problem for entry in longest_first(given)] == [*backward, *forward]

@@ -28,8 +28,9 @@ def enqueue_jobs(requests: Sequence[SearchRequest], priority: int, db: str | Non
     from flashtune.db.location import describe
     from flashtune.db.queue import Queue
     from flashtune.tuner.fleet.jobs import queue_versions, request_of, spec_of
+    from flashtune.tuner.search.executors.executor import longest_first
 
-    specs, target = [spec_of(request) for request in requests], requests[0].target
+    specs, target = [spec_of(request) for request in longest_first(requests)], requests[0].target
     with Queue(db) as queue:
         for spec in specs:
             request_of(spec, target)

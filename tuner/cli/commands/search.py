@@ -318,6 +318,7 @@ def _search(
     from flashtune.tuner.cli.html_report.live_report import live_report
     from flashtune.tuner.cli.report.chart_report import require_plotly
     from flashtune.tuner.search.coverage import outlook
+    from flashtune.tuner.search.executors.executor import longest_first
     from flashtune.tuner.search.progress import Display
     from flashtune.tuner.search.summary import summary_lines
 
@@ -328,6 +329,7 @@ def _search(
         note(outlook(expected_of(requests, devices, db), len(devices)))
     target, url = requests[0].target.name, database_url(db)
     database, width = describe(url), line_width()
+    ordered = requests if len(devices) == 1 else longest_first(requests)
     results: dict[str, SearchResult] = {}
     latest: dict[str, Progress] = {}
     console = Console(stderr=True)
@@ -339,7 +341,7 @@ def _search(
         try:
             with (
                 Display(console, len(requests)) as display,
-                contextlib.closing(executor.run(requests, observed(console, display, latest, renew))) as run,
+                contextlib.closing(executor.run(ordered, observed(console, display, latest, renew))) as run,
             ):
                 for result in run:
                     results[result.problem.key] = result
