@@ -1,10 +1,10 @@
 """Searches of all shapes on some GPUs of a host, and the picks of several such runs in one run.
 
-`benchmarks.search_efforts` has the commands `devices` and `picks`.
+`benchmarks.search_efforts` has the commands `devices` and `picks`. `python -m benchmarks.documents --write`
+puts the tables into docs/fleets.md and docs/search.md.
 """
 
 import contextlib
-import math
 import os
 import statistics
 import subprocess
@@ -15,12 +15,21 @@ from pathlib import Path
 
 import msgspec
 
+from benchmarks.saved import RESULTS, Source, load, run_of
 from benchmarks.search_efforts import SHAPES, Searched, request_of, timed
 from flashtune.core.problem import Problem
 from flashtune.core.record import Record
+from flashtune.db.codec import decode_record
+from flashtune.tuner.cli.output import table
 from flashtune.tuner.search.executors.executor import longest_first
 from flashtune.tuner.search.request import Effort, SearchRequest
 from flashtune.tuner.workloads.shapes import parse_shape
+
+SCRIPT = "benchmarks/device_searches.py"
+SAVED = RESULTS / "nvidia-h200-device-searches.json.gz"
+NAMES = {"local": "`--devices`", "queue": "a worker for each GPU", "ray": "`--ray local`"}
+
+FAR = 0.03
 
 
 class DeviceRun(msgspec.Struct, frozen=True):
@@ -143,15 +152,76 @@ def with_picks(runs: Sequence[DeviceRun]) -> list[DeviceRun]:
     ]
 
 
+def speeds_of(run: DeviceRun, first: DeviceRun) -> list[float]:
+    """Returns the speed of each pick over that of another run, for shapes with a pick in both."""
+    times = {row.problem: row.pick_ms for row in first.searches}
+    return [ms / row.pick_ms for row in run.searches if row.pick_ms and (ms := times.get(row.problem))]
+
+
 def comparison(runs: Sequence[DeviceRun]) -> Iterator[str]:
     """Yields a line about each run: its time and the speed of its picks, over those of the first."""
-    first = {row.problem: row.pick_ms for row in runs[0].searches}
     for run in runs:
-        speeds = [ms / row.pick_ms for row in run.searches if row.pick_ms and (ms := first.get(row.problem))]
-        mean = math.exp(statistics.mean(map(math.log, speeds))) if speeds else math.nan
-        worst = min(speeds, default=math.nan)
+        speeds = speeds_of(run, runs[0])
+        mean, worst = statistics.geometric_mean(speeds), min(speeds)
         yield (
             f"{run.executor}, GPUs {','.join(map(str, run.devices))}, {run.cores} cores: "
             f"{run.seconds:.1f} s, {run.seconds / runs[0].seconds:.3f} of the first; "
             f"speed of the picks {mean:.4f} of the first, worst {worst:.4f} ({len(speeds)} shapes)"
         )
+
+
+def texts() -> dict[str, str]:
+    """Returns the tables by name."""
+    saved = load(SAVED, list[DeviceRun])
+    return {
+        "device-searches": "\n".join(_runs(saved.source, saved.rows)),
+        "repeats": "\n".join(_repeats(saved.source, saved.rows)),
+    }
+
+
+def _runs(source: Source, runs: Sequence[DeviceRun]) -> Iterator[str]:
+    """A row for each run. The first is the one on a single GPU."""
+    yield f"{run_of(source, f', {runs[0].cores} cores')}, {len(runs[0].searches)} shapes:"
+    yield ""
+    first = min(runs, key=lambda run: len(run.devices))
+    rows = []
+    for run in sorted(runs, key=lambda run: (len(run.devices), run.executor)):
+        speeds = speeds_of(run, first)
+        rows.append(
+            (
+                f"{NAMES[run.executor]}, {len(run.devices)} GPU{'s' * (len(run.devices) > 1)}",
+                f"{run.seconds:.0f}",
+                f"{run.seconds / first.seconds:.3f}",
+                f"{statistics.geometric_mean(speeds):.3f}",
+                f"{min(speeds):.3f}",
+            )
+        )
+    yield from table(
+        ("searches", "seconds", "over one GPU", "speed of the picks over one GPU, mean", "worst"), rows
+    )
+
+
+def _repeats(source: Source, runs: Sequence[DeviceRun]) -> Iterator[str]:
+    """A row for each shape whose searches selected different configs, the most expensive first."""
+    rows, costs = [], []
+    for key in dict.fromkeys(row.problem for row in runs[0].searches):
+        own = [
+            row for run in runs for row in run.searches if row.problem == key and row.pick_ms and row.record
+        ]
+        times = [row.pick_ms for row in own if row.pick_ms]
+        records = [decode_record(str(row.record).encode()) for row in own]
+        configs = {(record.family, str(record.config)) for record in records}
+        costs += [ms / min(times) - 1 for ms in times]
+        if len(configs) > 1:
+            cost = max(times) / min(times) - 1
+            names = f"`{own[0].shape}`", str(len(configs)), f"{min(times):.4f}, {max(times):.4f}"
+            rows.append((cost, (*names, f"{cost:.2%}")))
+    yield (
+        f"{run_of(source)}, `--effort quick`: {len(rows)} of {len(runs[0].searches)} shapes got more than "
+        f"one config from {len(runs)} searches. A pick costs {statistics.mean(costs):.2%} over the fastest "
+        f"one in the mean of all {len(costs)}, and {sum(cost > FAR for cost in costs)} of them more than "
+        f"{FAR:.0%}."
+    )
+    yield ""
+    heads = ("shape", "configs", "ms of the fastest and the slowest", "cost")
+    yield from table(heads, [row for _, row in sorted(rows, reverse=True)])

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks import efforts_report, saved, search_report, speed_charts, tables
+from benchmarks import device_searches, efforts_report, saved, search_report, speed_charts, tables
 from benchmarks.analysis import report as analysis_report
 from benchmarks.charts import PICTURES, is_current, write_svg
 from benchmarks.dispatch_regret import regret
@@ -48,6 +48,7 @@ SCRIPTS: dict[str, Callable[[], Mapping[str, str]]] = {
     fastest.SCRIPT: fastest.texts,
     tritons.SCRIPT: tritons.texts,
     efforts_report.SCRIPT: efforts_report.texts,
+    device_searches.SCRIPT: device_searches.texts,
     first_call.SCRIPT: first_call.texts,
     first_use.SCRIPT: first_use.texts,
     fp8_error.SCRIPT: fp8_error.texts,

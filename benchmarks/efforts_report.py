@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING
 from benchmarks import charts
 from benchmarks.charts import Axis, Panel, Style
 from benchmarks.saved import RESULTS, Saved, load, run_of
-from benchmarks.search_efforts import Efforts, Searched, cost, repeated, shares
-from flashtune.core.record import Record
-from flashtune.db.codec import decode_record
+from benchmarks.search_efforts import Efforts, Searched, shares
 from flashtune.tuner.cli.output import table
 from flashtune.tuner.search.request import Effort
 
@@ -43,7 +41,6 @@ def texts(saved: Saved[Efforts] | None = None) -> dict[str, str]:
     saved = saved or results()
     return {
         "efforts": "\n".join(_efforts(saved)),
-        "repeats": "\n".join(_repeats(saved.rows.searches)),
         "search-parts": "\n".join(_parts(saved.rows)),
     }
 
@@ -93,38 +90,6 @@ def _efforts(saved: Saved[Efforts]) -> Iterator[str]:
             f"Later shapes of a command have their first result after {statistics.median(later):.1f} s "
             f"(median of {len(later)}, at most {max(later):.1f} s)."
         )
-
-
-def _repeats(searches: Sequence[Searched]) -> Iterator[str]:
-    """A row for each shape whose two default searches selected different configs."""
-    pairs = repeated(searches)
-    if not pairs:
-        return
-    rows = []
-    for first, second in pairs:
-        one, other = (decode_record(str(row.record).encode()) for row in (first, second))
-        if (one.family, one.config) != (other.family, other.config):
-            times = f"{first.pick_ms:.4f}, {second.pick_ms:.4f}"
-            rows.append((f"`{first.shape}`", difference(one, other), times, f"{cost(first, second):.2%}"))
-    costs = [cost(*pair) for pair in pairs]
-    yield (
-        f"{len(rows)} of {len(pairs)} shapes got another config from a second default search. The "
-        f"slower pick costs {statistics.mean(costs):.2%} in the mean of all shapes, and at most "
-        f"{max(costs):.2%}."
-    )
-    if rows:
-        yield ""
-        yield from table(("shape", "difference", "ms, in one run", "cost"), rows)
-
-
-def difference(one: Record, other: Record) -> str:
-    """Returns the families or the values of axes in which two picks differ."""
-    if one.family != other.family:
-        return f"`{one.family}`, `{other.family}`"
-    assert one.config is not None
-    assert other.config is not None
-    pairs = zip(one.config.items(), other.config.items(), strict=True)
-    return "; ".join(f"`{name}` {a}, {b}" for (name, a), (_, b) in pairs if a != b)
 
 
 def _parts(efforts: Efforts) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Measures searches of each effort on all GPUs of a machine: seconds, parts, picks and their cost.
+"""Measures searches of each effort on all GPUs of a machine: seconds, parts and picks.
 
     python -m benchmarks.search_efforts all --save nvidia-h200-efforts.json.gz
     python -m benchmarks.search_efforts searches --effort quick --shapes 0:2 --save quick.json
@@ -10,7 +10,7 @@
 searched at a time on each. It runs these searches in this order, and starts none that may end late:
 
 - the first 12 shapes with each effort, each in a new process with empty caches;
-- all shapes twice with the default effort, the later ones of a process with running workers;
+- all shapes with the default effort, the later ones of a process with running workers;
 - one shape for each GPU with each effort from a cold start, without the winners of other shapes.
 
 Then the picks of each shape are timed in one run on its GPU. With `--resume FILE`, searches of an earlier run
@@ -311,7 +311,7 @@ def jobs_of(lane: int, lanes: int) -> list[Job]:
     first = tuple(range(lane, FIRST, lanes))
     every = tuple(range(lane, len(SHAPES), lanes))
     quick, default, thorough = ([Job((shape,), effort) for shape in first] for effort in Effort)
-    again = [Job(every, Effort.DEFAULT, 2), Job(every[len(first) :], Effort.DEFAULT)]
+    again = [Job(every, Effort.DEFAULT, 2)]
     cold = [Job(first[:1], effort, cold=True) for effort in Effort]
     return [*quick, *default, *thorough, *again, *cold]
 
@@ -449,23 +449,8 @@ def shares(searches: Sequence[Searched], effort: Effort) -> list[float]:
     ]
 
 
-def repeated(searches: Sequence[Searched]) -> list[tuple[Searched, Searched]]:
-    """Returns the first and second default search of each shape that was searched twice."""
-    by_turn = {
-        (row.problem, row.turn): row
-        for row in searches
-        if row.effort is Effort.DEFAULT and not row.cold and row.pick_ms
-    }
-    problems = dict.fromkeys(problem for problem, _ in by_turn)
-    return [
-        (by_turn[problem, 1], by_turn[problem, 2])
-        for problem in problems
-        if {(problem, 1), (problem, 2)} <= by_turn.keys()
-    ]
-
-
 def summary(searches: Sequence[Searched]) -> Iterator[str]:
-    """Yields a line for each effort, and lines about later shapes and repeated searches."""
+    """Yields a line for each effort, and one about later shapes."""
     for effort in Effort:
         rows = [row for row in searches if row.effort is effort and row.alone and not row.cold]
         if rows:
@@ -479,19 +464,6 @@ def summary(searches: Sequence[Searched]) -> Iterator[str]:
     later = [row.first_seconds for row in searches if not row.alone and row.first_seconds]
     if later:
         yield f"later shapes: first result after {statistics.median(later):.1f} s, at most {max(later):.1f} s"
-    costs = [cost(*pair) for pair in repeated(searches)]
-    if costs:
-        yield (
-            f"{sum(first.pick_ms != second.pick_ms for first, second in repeated(searches))} of {len(costs)} "
-            f"picks differ; mean cost of all {statistics.mean(costs):.3%}, largest {max(costs):.3%}"
-        )
-
-
-def cost(first: Searched, second: Searched) -> float:
-    """Returns the fraction by which the slower pick of two searches exceeds the faster one."""
-    assert first.pick_ms is not None
-    assert second.pick_ms is not None
-    return max(first.pick_ms, second.pick_ms) / min(first.pick_ms, second.pick_ms) - 1
 
 
 def main() -> None:
