@@ -4,7 +4,8 @@
 
 Each shape is one interleaved run with a cold L2: the config without splits, the best split configs by the
 performance model, the default of `decode_split_kv`, and SDPA's backends. `--verify` bounds the checks at the
-full level, and `--seconds` the timing.
+full level, and `--seconds` the timing. `python -m benchmarks.documents --write` puts the table into
+docs/dispatch.md.
 """
 
 import argparse
@@ -19,7 +20,7 @@ import msgspec
 import torch
 
 from benchmarks.dispatch_regret.timing import compile_all
-from benchmarks.saved import save
+from benchmarks.saved import RESULTS, load, run_of, save
 from flashtune.core.errors import KernelError
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Problem
@@ -27,15 +28,21 @@ from flashtune.core.target import Target, device_target
 from flashtune.templates.forward_hopper.perf_model import split_variants
 from flashtune.templates.forward_hopper.space import HopperConfig, usual_config
 from flashtune.templates.registry import find_family
+from flashtune.tuner.bench.peer_runs import CUDNN
 from flashtune.tuner.candidates import Candidate
+from flashtune.tuner.cli.output import table
 from flashtune.tuner.execution.inputs import make_tensors
 from flashtune.tuner.execution.timed_runs import kernel_run, sdpa_runs
 from flashtune.tuner.execution.timing import measure_interleaved, once
 from flashtune.tuner.workloads.shapes import parse_shape
 from flashtune.verification.check import check_kernel
 
+SCRIPT = "benchmarks/kernels/splits.py"
+SAVED = RESULTS / "nvidia-h200-splits.json.gz"
 HOPPER, DECODING = "forward_hopper", "decode_split_kv"
+WHOLE, SPLIT = "whole", "split"
 ROUNDS, BEST, HOPELESS = 11, 6, 2.0
+SHOWN_KEYS = (4096, 65536)
 LONG = "dtype=bf16,heads=8,kv_heads=1,head_dim=128,batch=1,seqlen_q=17,seqlen_kv=65536"
 # Shapes with one of their split configs each, which are verified.
 VERIFIED = (
@@ -154,6 +161,39 @@ def timed(problem: Problem, target: Target, device: torch.device) -> Row:
         for at in range(len(runs))
     )
     return Row(problem.key, tuple(sorted(times, key=lambda row: row.ms)))
+
+
+def texts() -> dict[str, str]:
+    """Returns the table of shapes with one sequence, by name."""
+    saved = load(SAVED, Report)
+    found = {row.shape: _fastest(row) for row in saved.rows.rows}
+    rows = []
+    for problem in shapes():
+        times = found.get(problem.key)
+        if times is None or problem.batch > 1 or problem.page_size or problem.seqlen_kv not in SHOWN_KEYS:
+            continue
+        paged = found.get(f"{problem.key}_page16", {})
+        kinds = (times, WHOLE), (times, SPLIT), (times, DECODING), (paged, SPLIT), (times, CUDNN)
+        heads = f"{problem.heads}/{problem.kv_heads}"
+        shown = (f"{some[kind]:.4f}" if kind in some else "–" for some, kind in kinds)
+        rows.append((problem.seqlen_kv, problem.heads, problem.seqlen_q, heads, *shown))
+    lines = [(heads, f"{queries}", f"{keys:,}", *shown) for keys, _, queries, heads, *shown in sorted(rows)]
+    heads = (
+        "heads", "queries", "keys", "`num_splits=1`", "splits", f"`{DECODING}`", "splits, pages of 16", "cuDNN"
+    )  # fmt: skip
+    heading = f"{run_of(saved.source)}, bf16, D128, causal, one sequence, ms of the fastest config:"
+    return {"splits": "\n".join((heading, "", *table(heads, lines)))}
+
+
+def _fastest(row: Row) -> dict[str, float]:
+    """Returns the least time of each kind of implementation."""
+    times: dict[str, float] = {}
+    for entry in row.times:
+        kind = entry.name
+        if kind == HOPPER:
+            kind = WHOLE if f"{entry.config} ".endswith("num_splits=1 ") else SPLIT
+        times[kind] = min(entry.ms, times.get(kind, entry.ms))
+    return times
 
 
 def main() -> None:

@@ -41,7 +41,7 @@ from flashtune.templates.forward_hopper.space import (
     padded,
     usual_config,
 )
-from flashtune.templates.forward_hopper.splits import can_split, splits_by_default
+from flashtune.templates.forward_hopper.splits import can_split
 
 HOPPER = 90
 QUANTIZED_FEATURES = {Feature.WINDOW, Feature.DROPOUT}
@@ -116,7 +116,7 @@ class ForwardHopper(HopperModel, FamilyOf[HopperConfig]):
         then uses all SMs.
         """
         config = self._whole(problem, target)
-        spread = tuple(split_variants(problem, config, target)) if splits_by_default() else ()
+        spread = tuple(split_variants(problem, config, target))
         best = min((self.makespan_ms(problem, other, target) for other in spread), default=math.inf)
         if best < UNEVEN * self.makespan_ms(problem, config, target):
             return next(other for other in spread if self.makespan_ms(problem, other, target) == best)

@@ -35,7 +35,7 @@ from flashtune.templates.forward_hopper.space import (
     hopper_space,
     raw_stages,
 )
-from flashtune.templates.forward_hopper.splits import count_tiles, splits_by_default
+from flashtune.templates.forward_hopper.splits import count_tiles
 
 BARRIER_BYTES = 8
 SCALE_BYTES = 4
@@ -73,6 +73,9 @@ BIAS_US = 0.35
 BLOCK_LISTING_US = 3.0
 # Elements of keys and values that a program converts per clock, beyond what overlaps with its products.
 CONVERTED_PER_CLOCK = 40.0
+# Additional time of a launch that splits keys, in µs, with one consumer group and with several. Fitted to
+# benchmarks/results/nvidia-h200-splits.json.gz.
+SPLIT_US, SPLIT_GROUPS_US = 1.5, 7.8
 # Fraction of time lost if programs of a group of heads change heads in each round.
 DRIFT_PENALTY = 0.05
 
@@ -147,6 +150,8 @@ class HopperModel(PerformanceModel[HopperConfig]):
             neighbours=min(head_swizzle, tiling.packs),
         )
         combining = combining_us(problem, parts, target)
+        if parts > 1:
+            combining += SPLIT_US if config.num_consumer_groups == 1 else SPLIT_GROUPS_US
         lost = DRIFT_PENALTY if _programs_drift(tiling, num_programs, head_swizzle, target) else 0.0
         return ((1 + lost) * (pace.launch + together_us(busy, moving)) + _listing(problem) + combining) / 1e3
 
@@ -182,8 +187,7 @@ class HopperModel(PerformanceModel[HopperConfig]):
             other = msgspec.structs.replace(config, pack_gqa=pack, block_n=block_n)
             if other != config and space.contains(other):
                 yield other
-        if splits_by_default():
-            yield from split_variants(problem, config, target)
+        yield from split_variants(problem, config, target)
 
     def hbm_items(self, problem: Problem, config: HopperConfig, target: Target | None = None) -> BytesItems:
         problem = unpacked(problem)
@@ -194,11 +198,15 @@ class HopperModel(PerformanceModel[HopperConfig]):
 
 
 def split_variants(problem: Problem, config: HopperConfig, target: Target) -> Iterable[HopperConfig]:
-    """Returns points of a space with one or two tiles for every SM by splits, and other groups and packs."""
+    """Returns points of a space with one or two tiles for every SM by splits, and other groups and packs.
+
+    Packs of more heads come first. They read keys fewer times, which the model of time does not count.
+    """
     space = hopper_space(problem, target)
     axes = {axis.name: axis.values for axis in space.axes}
     counts = [count for count in axes["num_splits"] if isinstance(count, int) and count > 1]
-    for groups, pack in itertools.product(dict.fromkeys((config.num_consumer_groups, 1)), axes["pack_gqa"]):
+    groups_of, packs = dict.fromkeys((config.num_consumer_groups, 1)), reversed(axes["pack_gqa"])
+    for groups, pack in itertools.product(groups_of, packs):
         assert isinstance(pack, int)
         tiles = count_tiles(problem, groups * config.rows_per_group, pack)
         fitting = (

@@ -8,8 +8,6 @@ from flashtune.core.target import Target
 from flashtune.templates.common.model.sram import power_of_two
 from flashtune.templates.common.model.traffic import unpacked
 
-# Until times of splits are measured on a GPU, only a search tries them.
-SPLIT_BY_DEFAULT = False
 # Features with which keys are not split.
 UNSPLIT = {Feature.DROPOUT, Feature.BIAS, Feature.BLOCK_MASK}
 # Rows of tiles of one group or more.
@@ -27,11 +25,6 @@ TILES_PER_SM = 4
 COMBINE_NUMBERS = 8192
 MIN_COLUMNS = 32
 COMBINE_WARPS = 4
-
-
-def splits_by_default() -> bool:
-    """Returns whether defaults, and variants that dispatch considers, split keys."""
-    return SPLIT_BY_DEFAULT
 
 
 def can_split(problem: Problem) -> bool:

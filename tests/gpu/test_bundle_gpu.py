@@ -3,6 +3,7 @@
 import threading
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
@@ -58,7 +59,9 @@ def test_interrupted_verification_continues(tmp_path: Path) -> None:
     path, target = tmp_path / "kernels.bundle", device_target(0)
     calls = calls_of(parse_shape(SHAPES[name])[0] for name in ("plain", "gradients"))
     built = build(calls, target, NO_TABLES)
-    path.write_bytes(dump_bundle(target.arch, "1.0", built.entries, built.codes))
+    # Some kernels have receipts in the repository.
+    entries = [msgspec.structs.replace(entry, receipts=()) for entry in built.entries]
+    path.write_bytes(dump_bundle(target.arch, "1.0", entries, built.codes))
     for seconds, verified in ((0.0, 0), (None, len(calls))):
         bundle = open_bundle(path)
         kernels = unverified(bundle, target)

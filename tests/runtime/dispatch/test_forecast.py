@@ -18,7 +18,6 @@ from flashtune.dispatch.forecast import forecast
 from flashtune.dispatch.lookup import default_selection, nearest_selection, select
 from flashtune.dispatch.nearest import DECODING_FAMILY, FEW_QUERIES, distance, nearest_record
 from flashtune.dispatch.tables import Tables
-from flashtune.templates.forward_hopper import splits
 from flashtune.templates.forward_hopper.space import HopperConfig, Order
 from flashtune.templates.registry import find_family
 from tests.runtime.dispatch.untuned import TARGET, anyone, shape
@@ -88,10 +87,7 @@ def test_keys_of_few_tiles_are_split(
 
 
 @pytest.mark.parametrize(("keys", "features"), [(65_536, {}), (65_536, {"page_size": 16}), (512, {})])
-def test_unaligned_tensors_get_a_kernel_that_can_address_them(
-    keys: int, features: dict[str, object], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(splits, "SPLIT_BY_DEFAULT", True)
+def test_unaligned_tensors_get_a_kernel_that_can_address_them(keys: int, features: dict[str, object]) -> None:
     problem = shape(heads=8, kv_heads=1, batch=1, seqlen_q=64, seqlen_kv=keys, **features)
     families = {
         alignment: select(problem, TARGET, tables, Specialization(alignment), generated=True).record.family

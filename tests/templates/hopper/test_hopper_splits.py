@@ -7,7 +7,6 @@ import pytest
 
 from flashtune.core.errors import KernelError
 from flashtune.core.problem import Bias, Causal, Dtype, KvDtype
-from flashtune.templates.forward_hopper import splits
 from flashtune.templates.forward_hopper.splits import MAX_DECODED, count_tiles
 from flashtune.templates.rendering import render
 from flashtune.verification.cases import Level, companions
@@ -30,10 +29,7 @@ FEW: dict[str, Any] = {"kv_heads": 1, "batch": 1, "seqlen_kv": 65_536, "causal":
     ],
     ids=str,
 )
-def test_few_tiles_over_long_keys_are_split_by_default(
-    queries: int, features: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(splits, "SPLIT_BY_DEFAULT", True)
+def test_few_tiles_over_long_keys_are_split_by_default(queries: int, features: dict[str, Any]) -> None:
     packed = {"packed": queries} if "packed" in features else {}
     problem = a_problem(128, **FEW, seqlen_q=queries, **{**features, **packed})
     config = FAMILY.default(problem, H200)
