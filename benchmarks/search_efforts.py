@@ -16,8 +16,8 @@ searched at a time on each. It runs these searches in this order, and starts non
 Then the picks of each shape are timed in one run on its GPU. With `--resume FILE`, searches of an earlier run
 are not repeated, and their picks are timed with the others. `searches` searches shapes in one process, and
 `parts` times the parts of evaluating one candidate. `devices` searches all shapes on some GPUs of one model,
-as one `flashtune search` does with empty caches; with --db or --ray, through a queue or Ray. `picks` times
-the picks of several such runs in one run.
+as one `flashtune search` does with empty caches. With --db or --ray, they go through a queue or Ray. `picks`
+times the picks of several such runs in one run.
 """
 
 import argparse
