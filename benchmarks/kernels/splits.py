@@ -1,11 +1,12 @@
-"""Verifies and times kernels of `forward_hopper` that split keys. Needs an H100 or H200.
+"""Verifies and times kernels of `forward_hopper` and `forward_masked` that split keys. Needs an H100 or H200.
 
     python -m benchmarks.kernels.splits --verify 150 --seconds 180 --save FILE.json.gz
+    python -m benchmarks.kernels.splits --family forward_masked --verify 150 --seconds 180 --save FILE.json.gz
 
-Each shape is one interleaved run with a cold L2: the config without splits, the best split configs by the
-performance model, the default of `decode_split_kv`, and SDPA's backends. `--verify` bounds the checks at the
-full level, and `--seconds` the timing. `python -m benchmarks.documents --write` puts the table into
-docs/dispatch.md.
+Each shape is one interleaved run with a cold L2: the configs of the family without splits and the best with
+splits by the performance model, the default of `decode_split_kv`, and SDPA's backends. `--verify` bounds the
+checks at the full level, and `--seconds` the timing. On other GPUs only `forward_masked` runs. `python -m
+benchmarks.documents --write` puts the table into docs/dispatch.md.
 """
 
 import argparse
@@ -21,12 +22,14 @@ import torch
 
 from benchmarks.dispatch_regret.timing import compile_all
 from benchmarks.saved import RESULTS, load, run_of, save
+from flashtune.core.config import Config
 from flashtune.core.errors import KernelError
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Problem
 from flashtune.core.target import Target, device_target
-from flashtune.templates.forward_hopper.perf_model import split_variants
-from flashtune.templates.forward_hopper.space import HopperConfig, usual_config
+from flashtune.templates.forward_hopper import perf_model as hopper
+from flashtune.templates.forward_hopper.space import usual_config
+from flashtune.templates.forward_masked import perf_model as masked
 from flashtune.templates.registry import find_family
 from flashtune.tuner.bench.peer_runs import CUDNN
 from flashtune.tuner.candidates import Candidate
@@ -39,7 +42,7 @@ from flashtune.verification.check import check_kernel
 
 SCRIPT = "benchmarks/kernels/splits.py"
 SAVED = RESULTS / "nvidia-h200-splits.json.gz"
-HOPPER, DECODING = "forward_hopper", "decode_split_kv"
+HOPPER, MASKED, DECODING = "forward_hopper", "forward_masked", "decode_split_kv"
 WHOLE, SPLIT = "whole", "split"
 ROUNDS, BEST, HOPELESS = 11, 6, 2.0
 SHOWN_KEYS = (4096, 65536)
@@ -62,6 +65,20 @@ VERIFIED = (
      {"num_splits": 4, "num_consumer_groups": 3, "pack_gqa": 1}),
     ("dtype=bf16,heads=8,kv_heads=2,head_dim=256,batch=1,seqlen_q=64,seqlen_kv=8192,causal",
      {"num_splits": 9, "split_epilogue": False}),
+)  # fmt: skip
+VERIFIED_MASKED = (
+    (LONG, {"num_splits": 33}),
+    (f"{LONG},causal", {"num_splits": 16, "block_m": 32, "num_warps": 4}),
+    (f"{LONG},causal,sinks,softcap", {"num_splits": 6}),
+    (f"{LONG},causal,window=4095,sink_tokens=4", {"num_splits": 5, "split_masked_loop": False}),
+    (f"{LONG},causal,alibi,kv_lengths", {"num_splits": 16, "heads_innermost": True}),
+    (f"{LONG},chunk=8192,prefix,kv_lengths", {"num_splits": 3}),
+    (f"{LONG},causal,packed=17", {"num_splits": 8, "lpt": True}),
+    (f"{LONG},causal,packed=17,page_size=16", {"num_splits": 33}),
+    (f"{LONG},causal,page_size=64,kv_dtype=e4m3", {"num_splits": 16}),
+    (f"{LONG},packed=17,page_size=16,kv_dtype=int8,kv_scale=page", {"num_splits": 7}),
+    ("dtype=fp16,heads=4,kv_heads=2,head_dim=96,batch=2,seqlen_q=200,seqlen_kv=8192,causal",
+     {"num_splits": 4, "block_n": 64}),
 )  # fmt: skip
 
 
@@ -98,26 +115,32 @@ def shapes() -> Iterator[Problem]:
             yield from parse_shape(f"dtype=bf16,{group},head_dim=128,{lengths},causal{page}")
 
 
-def candidates(problem: Problem, target: Target) -> tuple[Candidate, ...]:
+def whole_config(name: str, problem: Problem, target: Target) -> Config:
+    """Returns the default config of a family without splits."""
+    if name == HOPPER:
+        return usual_config(problem)
+    return msgspec.structs.replace(find_family(name).default(problem, target), num_splits=1)
+
+
+def candidates(name: str, problem: Problem, target: Target) -> tuple[Candidate, ...]:
     """Returns the config without splits, split configs, and the default of the decoding family."""
-    hopper, decoding = find_family(HOPPER), find_family(DECODING)
-    whole = usual_config(problem)
-    split = sorted(
-        split_variants(problem, whole, target), key=lambda config: hopper.makespan_ms(problem, config, target)
-    )
-    found = [Candidate(HOPPER, config) for config in (whole, *split[:BEST])]
+    family, decoding = find_family(name), find_family(DECODING)
+    whole: Any = whole_config(name, problem, target)
+    variants = (hopper if name == HOPPER else masked).split_variants(problem, whole, target)
+    split = sorted(variants, key=lambda config: family.makespan_ms(problem, config, target))
+    found = [Candidate(name, config) for config in (whole, *split[:BEST])]
     if decoding.supports(problem, target) is None:
         found.append(Candidate(DECODING, decoding.default(problem, target)))
     return tuple(found)
 
 
-def verify(seconds: float, target: Target, device: torch.device) -> dict[str, str]:
+def verify(family_name: str, seconds: float, target: Target, device: torch.device) -> dict[str, str]:
     """Returns the verdicts at the full level."""
     end, verdicts = time.monotonic() + seconds, {}
-    family = find_family(HOPPER)
-    for shape, changes in VERIFIED:
+    family = find_family(family_name)
+    for shape, changes in VERIFIED if family_name == HOPPER else VERIFIED_MASKED:
         (problem,) = parse_shape(shape)
-        config = _changed(usual_config(problem), changes)
+        config = _changed(whole_config(family_name, problem, target), changes)
         name = f"{problem.key} {config.num_splits} splits"
         if time.monotonic() > end:
             verdicts[name] = "not checked"
@@ -131,16 +154,18 @@ def verify(seconds: float, target: Target, device: torch.device) -> dict[str, st
     return verdicts
 
 
-def _changed(config: HopperConfig, changes: dict[str, Any]) -> HopperConfig:
-    changed = msgspec.structs.replace(config, **changes)
+def _changed(config: Config, changes: dict[str, Any]) -> Any:
+    changed: Any = msgspec.structs.replace(config, **changes)
+    if not hasattr(changed, "ping_pong"):
+        return changed
     return msgspec.structs.replace(changed, ping_pong=changed.ping_pong and changed.num_consumer_groups > 1)
 
 
-def timed(problem: Problem, target: Target, device: torch.device) -> Row:
+def timed(family: str, problem: Problem, target: Target, device: torch.device) -> Row:
     """Returns the times of one shape."""
     tensors = make_tensors(problem, device)
     runs, labels = [], []
-    for candidate in candidates(problem, target):
+    for candidate in candidates(family, problem, target):
         try:
             runs.append(kernel_run(problem, candidate, Specialization(), target, tensors))
         except KernelError as error:
@@ -199,6 +224,9 @@ def _fastest(row: Row) -> dict[str, float]:
 def main() -> None:
     """Runs the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument(
+        "--family", choices=(HOPPER, MASKED), default=HOPPER, help="the family that splits keys"
+    )
     parser.add_argument("--verify", type=float, default=150.0, help="seconds of checks")
     parser.add_argument("--seconds", type=float, default=180.0, help="seconds of timing")
     parser.add_argument("--save", type=Path, required=True, help="the file to write")
@@ -207,16 +235,16 @@ def main() -> None:
     problems = tuple(shapes())
     # Kernels of the grid compile on other cores during the checks.
     with ThreadPoolExecutor(1) as thread:
-        jobs = {problem: candidates(problem, target) for problem in problems}
+        jobs = {problem: candidates(arguments.family, problem, target) for problem in problems}
         compiled = thread.submit(compile_all, jobs, target, print)
-        verdicts = verify(arguments.verify, target, device)
+        verdicts = verify(arguments.family, arguments.verify, target, device)
         compiled.result()
     rows: list[Row] = []
     end = time.monotonic() + arguments.seconds
     for problem in problems:
         if time.monotonic() > end:
             break
-        rows.append(timed(problem, target, device))
+        rows.append(timed(arguments.family, problem, target, device))
         save(arguments.save, Report(verdicts, tuple(rows)))
         first = rows[-1].times[0]
         print(f"{problem.key}: {first.name} {first.config} {first.ms:.4f} ms", flush=True)

@@ -59,10 +59,11 @@ FLOAT32_BACKWARD = "backward_fused"
 # With block masks of 128, tuned kernels of `forward_masked` took 1.3 to 1.4 times as long as estimated,
 # relative to those of `forward_hopper`. Measured at three shapes on an H100 and an H200.
 PORTABLE_BLOCKS, PORTABLE_FACTOR = 128, 1.3
-# Splits of this family's tiles are preferred to those of DECODING_FAMILY if their modelled time is less than
-# this multiple. It loses least of the multiples of 0.25 at the shapes of
-# benchmarks/results/nvidia-h200-splits.json.gz: 0.8% in the mean.
-SPLIT_TILES_FAMILY, SPLIT_TILES_LEAD = "forward_hopper", 1.75
+# Splits of tiles of these families are preferred to those of DECODING_FAMILY if their modelled time is less
+# than this multiple. That of `forward_hopper` loses least of the multiples of 0.25 at the shapes of
+# benchmarks/results/nvidia-h200-splits.json.gz: 0.8% in the mean. That of `forward_masked` is the distance of
+# both models, relative to measured times at tuned shapes.
+SPLIT_TILES_LEADS = {"forward_hopper": 1.75, "forward_masked": 0.6}
 # The shape of prompts with features in bundles.
 BUNDLED_EXTENTS = {"heads": 32, "kv_heads": 8, "batch": 2, "seqlen_q": 2048, "seqlen_kv": 2048}
 
@@ -206,7 +207,7 @@ def _default_rank(family: Family, problem: Problem, target: Target) -> tuple[boo
         rows = problem.group_size * problem.seqlen_q
         tiles = problem.batch * math.ceil(rows / LATENT_ROWS)
         return False, -2 if rows >= LATENT_ROWS or 4 * tiles >= target.sm_count else 0, family.name
-    if family.name == SPLIT_TILES_FAMILY and _splits_tiles(family, problem, target):
+    if family.name in SPLIT_TILES_LEADS and _splits_tiles(family, problem, target):
         return False, -2, family.name
     if family.name == DECODING_FAMILY and (problem.seqlen_q <= FEW_QUERIES or _splits_pay(problem, target)):
         return False, -1, family.name
@@ -221,9 +222,9 @@ def _splits_pay(problem: Problem, target: Target) -> bool:
     split, whole = (find_family(name) for name in (DECODING_FAMILY, WHOLE_FAMILY))
     if not may_split(problem) or split.supports(problem, target) is not None:
         return False
-    split_ms, whole_ms = (
-        family.makespan_ms(problem, family.default(problem, target), target) for family in (split, whole)
-    )
+    split_ms = split.makespan_ms(problem, split.default(problem, target), target)
+    unsplit = msgspec.structs.replace(whole.default(problem, target), num_splits=1)
+    whole_ms = whole.makespan_ms(problem, unsplit, target)
     return split_ms < SPLIT_GAIN * whole_ms
 
 
@@ -238,7 +239,7 @@ def _splits_tiles(family: Family, problem: Problem, target: Target) -> bool:
     if other.supports(problem, target) is not None:
         return True
     other_ms = other.makespan_ms(problem, other.default(problem, target), target)
-    return family.makespan_ms(problem, config, target) < SPLIT_TILES_LEAD * other_ms
+    return family.makespan_ms(problem, config, target) < SPLIT_TILES_LEADS[family.name] * other_ms
 
 
 def _why_not(family: Family, problem: Problem, target: Target, specialization: Specialization) -> str | None:

@@ -19,7 +19,7 @@ FAR = 2.0
 # With at most this many queries, keys must be split among programs. This family does that.
 FEW_QUERIES = 16
 DECODING_FAMILY = "decode_split_kv"
-# A family without splits that computes most problems.
+# A family that computes most problems, with and without splits.
 WHOLE_FAMILY = "forward_masked"
 # The same holds for more queries if splits reduce a schedule to this fraction, and if there are as many keys.
 # Launches dominate with fewer.

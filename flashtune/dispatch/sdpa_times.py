@@ -13,7 +13,7 @@ from flashtune.core.problem import Bias, Direction, Dtype, Problem, score_bytes
 from flashtune.core.record import PeerTime, Record
 from flashtune.core.target import Target
 from flashtune.dispatch.nearest import distance, regression, tuned_alike
-from flashtune.templates.common.model.cost import BANDWIDTH_SHARE, combining_us
+from flashtune.templates.common.model.cost import BANDWIDTH_SHARE
 from flashtune.templates.common.model.makespan import PACE, portable_span
 from flashtune.templates.common.model.sram import power_of_two
 from flashtune.templates.common.model.traffic import unpacked
@@ -24,8 +24,14 @@ FLASH, EFFICIENT, MATH = "sdpa-flash", "sdpa-efficient", "sdpa-math"
 # Queries and keys of a tile of SDPA's fused kernels.
 TILE = 128
 # The flash backend splits keys if tiles of this many queries fill less of the slots for programs, of which an
-# SM has two. It takes the fewest splits with this fraction of the best use of the slots.
+# SM has two. It takes the fewest splits with this fraction of the best use of the slots. Blocks have so many
+# keys up to a head dim, and LEAST_SPLIT_KEYS above. From `num_splits_heuristic` and `set_params_splitkv` of
+# aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp in PyTorch.
 SPLIT_ROWS, SPLIT_BELOW, SLOTS, SPLIT_USE, MAX_SPLITS = 64, 0.8, 2, 0.85, 128
+SPLIT_KEYS, LEAST_SPLIT_KEYS = ((64, 256), (128, 128)), 64
+# Their tiles take this multiple of the schedule time if they have several queries. Relative to whole tiles of
+# the same head dim, it was 1.02 to 1.11 at 4 shapes of an H200.
+SLOW_SPLITS = 1.08
 
 # In float32: measured time of the memory-efficient backend over the schedule time, and the columns whose time
 # narrower heads take as well. Of 54 calls on an H200, half are within 20% of the estimate and all but short
@@ -205,18 +211,21 @@ def _schedule_ms(problem: Problem, backend: str, target: Target) -> float:
     """Returns the schedule time at a shape in ms, up to a factor that is the same for all shapes."""
     forward = msgspec.structs.replace(unpacked(problem), direction=Direction.FORWARD)
     splits = 1
-    if backend != EFFICIENT and not problem.is_backward and not problem.is_causal:
-        if problem.seqlen_q == 1:
+    if backend != EFFICIENT and not problem.is_backward:
+        if problem.seqlen_q == 1 and not problem.is_causal:
             # The heads of a KV head become the rows of a tile. All backends but one then split keys.
             forward = msgspec.structs.replace(forward, heads=problem.kv_heads, seqlen_q=problem.group_size)
         if backend == FLASH or problem.seqlen_q == 1:
             splits = _splits(forward, target)
     if splits == 1:
         return portable_span(forward, TILE, TILE, target)
-    part = msgspec.structs.replace(
-        forward, batch=forward.batch * splits, seqlen_kv=math.ceil(forward.seqlen_kv / splits)
-    )
-    return portable_span(part, SPLIT_ROWS, TILE, target) + combining_us(forward, splits, target) / 1e3
+    slow = SLOW_SPLITS if problem.seqlen_q > 1 else 1.0
+    return slow * portable_span(forward, SPLIT_ROWS, _split_keys(forward), target, splits=splits)
+
+
+def _split_keys(problem: Problem) -> int:
+    """Returns the keys of a block of the flash backend's kernel for splits."""
+    return next((keys for width, keys in SPLIT_KEYS if problem.head_dim <= width), LEAST_SPLIT_KEYS)
 
 
 def _splits(problem: Problem, target: Target) -> int:
@@ -225,6 +234,12 @@ def _splits(problem: Problem, target: Target) -> int:
     slots = SLOTS * target.sm_count
     if not tiles or tiles >= SPLIT_BELOW * slots:
         return 1
-    most = max(1, min(MAX_SPLITS, slots, math.ceil(problem.seqlen_kv / TILE)))
-    use = [(tiles * count / slots) / math.ceil(tiles * count / slots) for count in range(1, most + 1)]
-    return next(count for count, share in enumerate(use, 1) if share >= SPLIT_USE * max(use))
+    blocks = math.ceil(problem.seqlen_kv / _split_keys(problem))
+    # A number that leaves the longest part as long as one part less does is left out.
+    counts = [
+        count
+        for count in range(1, max(1, min(MAX_SPLITS, slots, blocks)) + 1)
+        if count == 1 or math.ceil(blocks / count) != math.ceil(blocks / (count - 1))
+    ]
+    use = {count: (tiles * count / slots) / math.ceil(tiles * count / slots) for count in counts}
+    return next(count for count in counts if use[count] >= SPLIT_USE * max(use.values()))

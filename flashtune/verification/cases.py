@@ -90,9 +90,9 @@ def lengths_of(case: Case) -> Lengths:
 
 def splits_of(config: Config) -> int:
     """Returns the number of splits of a decoding kernel, at least 1, or 0 if the kernel does not decode."""
-    # Tiles of consumer groups have many queries, of all lengths of keys.
-    decodes = not hasattr(config, "num_consumer_groups")
-    splits: int | None = getattr(config, "num_splits", None) if decodes else None
+    # Such tiles have many queries, of all lengths of keys.
+    has_tiles = hasattr(config, "num_consumer_groups") or hasattr(config, "split_masked_loop")
+    splits: int | None = None if has_tiles else getattr(config, "num_splits", None)
     return 0 if splits is None else max(1, splits)
 
 

@@ -1,7 +1,7 @@
 """Portable Triton forward pass with all features, with an outer loop over queries."""
 
 from flashtune.core.config import Space
-from flashtune.core.kernel import Specialization
+from flashtune.core.kernel import Specialization, Step
 from flashtune.core.problem import (
     Bias,
     Causal,
@@ -12,18 +12,28 @@ from flashtune.core.problem import (
     Problem,
 )
 from flashtune.core.target import Target
+from flashtune.templates.common.args.arguments import PARTIALS
 from flashtune.templates.common.args.feature_context import (
     CONVERTS_E4M3,
     FEATURES,
+    combining_step,
     feature_arguments,
 )
 from flashtune.templates.common.args.portable_context import portable_values, refusal
+from flashtune.templates.common.model.splits import split_values
 from flashtune.templates.common.model.sram import head_chunks, widest_tile
 from flashtune.templates.common.model.traffic import mean_queries
 from flashtune.templates.common.precision import float32_width, input_precisions
 from flashtune.templates.family import Arguments, Context, FamilyOf
-from flashtune.templates.forward_masked.perf_model import MaskedModel
-from flashtune.templates.forward_masked.space import HOPPER, MaskedConfig, masked_space, value_chunks
+from flashtune.templates.forward_masked.perf_model import MaskedModel, split_variants
+from flashtune.templates.forward_masked.space import (
+    HOPPER,
+    MaskedConfig,
+    masked_space,
+    splits_by_default,
+    tile_splits,
+    value_chunks,
+)
 
 SMALL_SRAM = 128 * 1024
 SHORT = 64
@@ -41,8 +51,8 @@ class ForwardMasked(MaskedModel, FamilyOf[MaskedConfig]):
     interpreted = True
 
     def supports(self, problem: Problem, target: Target) -> str | None:
-        if not problem.features:
-            return "forward_masked is for masks, changed scores, packed sequences and pages"
+        if not problem.features and tile_splits(problem, target) == (1,):
+            return "forward_masked is for masks, changed scores, packed sequences, pages and split keys"
         if problem.block_mask and problem.features & {Feature.PACKED, Feature.PAGES}:
             return "forward_masked takes no block mask over packed sequences or pages"
         return refusal(self.name, problem) or self._why_not_stored(problem, target)
@@ -61,10 +71,13 @@ class ForwardMasked(MaskedModel, FamilyOf[MaskedConfig]):
         return masked_space(problem, target)
 
     def default(self, problem: Problem, target: Target) -> MaskedConfig:
-        """Returns a tile that fits every target of the table, for untuned shapes."""
+        """Returns a tile that fits every target of the table, for untuned shapes.
+
+        Few tiles over long keys are split, so that all SMs have work.
+        """
         near = problem.window_left is not None or problem.chunk > 0
         block_m, block_n, warps, stages = self._default_tiles(problem, target)
-        return MaskedConfig(
+        config = MaskedConfig(
             block_m=block_m,
             block_n=block_n,
             num_warps=warps,
@@ -72,6 +85,8 @@ class ForwardMasked(MaskedModel, FamilyOf[MaskedConfig]):
             lpt=problem.causal is not Causal.NONE and not near,
             input_precision=input_precisions(problem, target)[-1],
         )
+        spread = split_variants(problem, config, target) if splits_by_default() else ()
+        return min((config, *spread), key=lambda other: self.makespan_ms(problem, other, target))
 
     def _default_tiles(self, problem: Problem, target: Target) -> tuple[int, int, int, int]:
         """Returns queries, keys, warps and stages."""
@@ -93,11 +108,16 @@ class ForwardMasked(MaskedModel, FamilyOf[MaskedConfig]):
         return rows, 32 if narrow else 64, 8 if rows > SHORT else 4, 3 if hopper and width <= 256 else 2
 
     def arguments(self, problem: Problem, config: MaskedConfig, specialization: Specialization) -> Arguments:
-        return feature_arguments(problem, specialization, ())
+        return feature_arguments(problem, specialization, PARTIALS if config.num_splits > 1 else ())
+
+    def epilogue(self, problem: Problem, config: MaskedConfig, specialization: Specialization) -> Step | None:
+        # Not all GPUs of the family launch a kernel before the preceding one ends.
+        return combining_step(problem, config.num_splits, specialization)
 
     def context(self, problem: Problem, config: MaskedConfig, specialization: Specialization) -> Context:
         chunks = head_chunks(problem.head_dim, config.split_head_dim), value_chunks(problem, config)
-        return portable_values(problem, specialization, chunks, config.block_n)
+        values = portable_values(problem, specialization, chunks, config.block_n)
+        return values | split_values(problem, config.num_splits)
 
 
 FAMILY = ForwardMasked()

@@ -1,5 +1,7 @@
 """Performance model of a tile of queries and a stream of K and V: minimum SRAM and makespan."""
 
+from collections.abc import Iterable
+
 import msgspec
 
 from flashtune.core.kernel import Specialization
@@ -11,7 +13,13 @@ from flashtune.templates.common.model.sram_stream import Stream, stream_columns,
 from flashtune.templates.common.model.traffic import streamed_items, tiles_of_queries, unpacked
 from flashtune.templates.common.precision import InputPrecision, at_rate
 from flashtune.templates.family import BytesItem, BytesItems, PerformanceModel
-from flashtune.templates.forward_masked.space import MaskedConfig, value_chunks
+from flashtune.templates.forward_masked.space import (
+    MaskedConfig,
+    masked_space,
+    splits_by_default,
+    tile_splits,
+    value_chunks,
+)
 
 # If a page number is loaded just before its keys, each load waits for another: two stages are left.
 STAGES_OF_PAGES = 2
@@ -53,12 +61,28 @@ class MaskedModel(PerformanceModel[MaskedConfig]):
             at_rate(problem, config.input_precision, target),
             longest_first=config.lpt,
             heads_innermost=config.heads_innermost,
+            splits=config.num_splits,
         )
+
+    def schedule_variants(
+        self, problem: Problem, config: MaskedConfig, target: Target
+    ) -> Iterable[MaskedConfig]:
+        """Returns points of the space with other splits, if defaults split keys."""
+        return split_variants(problem, config, target) if splits_by_default() else ()
 
     def hbm_items(self, problem: Problem, config: MaskedConfig, target: Target | None = None) -> BytesItems:
         problem = unpacked(problem)
         at_once = tiles_of_queries(problem, config.block_m, target, inner=config.heads_innermost)
         return streamed_items(problem, config.block_m, config.block_n, at_once, target)
+
+
+def split_variants(problem: Problem, config: MaskedConfig, target: Target) -> Iterable[MaskedConfig]:
+    """Returns points of the space that differ in the splits."""
+    space = masked_space(problem, target)
+    for splits in tile_splits(problem, target):
+        other = msgspec.structs.replace(config, num_splits=splits)
+        if other != config and space.contains(other):
+            yield other
 
 
 def _waits_for_pages(problem: Problem, config: MaskedConfig) -> bool:

@@ -3,6 +3,7 @@
 from flashtune.core.config import Axis, BlockSize, Config, RegisterCap, Space
 from flashtune.core.problem import Causal, Problem
 from flashtune.core.target import Target
+from flashtune.templates.common.model.splits import TILES_PER_SM, Splits, count_tiles, split_counts
 from flashtune.templates.common.model.sram import Chunk, columns, masked_chunks, may_split
 from flashtune.templates.common.precision import InputPrecision, precision_axis
 
@@ -22,8 +23,12 @@ class MaskedConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True
     maxnreg: RegisterCap = 0  # Limit of registers per thread, 0 for none.
     # Precision of products of float32 tiles. No effect on 16-bit problems.
     input_precision: InputPrecision = InputPrecision.IEEE
+    # Parts of the keys of each tile, one for each program. A second kernel combines them.
+    num_splits: Splits = 1
 
 
+# Until times of splits are measured on a GPU, only a search tries them.
+SPLIT_BY_DEFAULT = False
 # Below this many queries of a sequence, small tiles are in the space.
 FEW_QUERIES = 128
 HOPPER = 90
@@ -35,8 +40,7 @@ SPARE_REGISTERS = 24
 def masked_space(problem: Problem, target: Target) -> Space:
     """Returns the search space."""
     wide = problem.dtype.is_float32
-    few = problem.seqlen_q < FEW_QUERIES or wide
-    block_m = (16, 32, 64, 128) if few else (64, 128)
+    block_m = _tile_queries(problem)
     block_n = (16, 32, 64) if wide else (16, 32, 64, 128)
     # A tile lies within one block of a block mask.
     largest = problem.block_mask or max(block_m)
@@ -50,8 +54,24 @@ def masked_space(problem: Problem, target: Target) -> Space:
         Axis("lpt", (False, True) if _ends_differ(problem) else (False,)),
         Axis("heads_innermost", (False, True)),
         precision_axis(problem, target),
+        Axis("num_splits", tile_splits(problem, target)),
     )
-    return Space(MaskedConfig, axes, lambda config: _fits_registers(problem, config, target))
+    return Space(MaskedConfig, axes, lambda config: _is_possible(problem, config, target))
+
+
+def splits_by_default() -> bool:
+    """Returns whether defaults, and variants that dispatch considers, split keys."""
+    return SPLIT_BY_DEFAULT
+
+
+def tile_splits(problem: Problem, target: Target) -> tuple[int, ...]:
+    """Returns the numbers of parts into which the keys of a tile may be split."""
+    return split_counts(problem, _tile_queries(problem), (1,), target)
+
+
+def _tile_queries(problem: Problem) -> tuple[int, ...]:
+    few = problem.seqlen_q < FEW_QUERIES or problem.dtype.is_float32
+    return (16, 32, 64, 128) if few else (64, 128)
 
 
 def value_chunks(problem: Problem, config: MaskedConfig) -> tuple[Chunk, ...]:
@@ -65,9 +85,17 @@ def _ends_differ(problem: Problem) -> bool:
     return problem.causal is not Causal.NONE and not near
 
 
-def _fits_registers(problem: Problem, config: Config, target: Target) -> bool:
-    """Returns whether the tiles fit the registers of their warps, and every warp has its own rows."""
+def _is_possible(problem: Problem, config: Config, target: Target) -> bool:
+    """Returns whether tiles fit the registers of their warps, and there are not too many splits."""
     assert isinstance(config, MaskedConfig)
+    programs = count_tiles(problem, config.block_m, 1) * config.num_splits
+    return _fits_registers(problem, config, target) and (
+        config.num_splits == 1 or programs <= TILES_PER_SM * target.sm_count
+    )
+
+
+def _fits_registers(problem: Problem, config: MaskedConfig, target: Target) -> bool:
+    """Returns whether the tiles fit the registers of their warps, and every warp has its own rows."""
     if config.num_warps * 16 > max(config.block_m, 64):
         return False
     threads = config.num_warps * 32

@@ -39,6 +39,7 @@ from tests.mutants.portable import (
     masked_borders,
     masked_places,
     masked_scores,
+    masked_splits,
 )
 from tests.mutants.portable import backward_size as backward
 from tests.mutants.portable.portable import INTERPRETED, USUAL
@@ -175,6 +176,7 @@ def serving_mutants(size: serving.Size) -> tuple[Mutant, ...]:
         *block_lists.lists(size),
         *masked_scores.scores(size),
         *masked_places.places(size),
+        *masked_splits.splits(size),
         *decode_splits.parts(size),
         *decode_scores.rows(size),
         *decode_caches.caches(size),

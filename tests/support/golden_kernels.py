@@ -268,6 +268,15 @@ COMBINATIONS = {
     "masked_bf16_d128_softcap_one_phase": row(
         MASKED, "bf16", (128, 128), "bottom_right", {**WIDE, "split_masked_loop": False}, softcap=True
     ),
+    "masked_bf16_d128_splits": row(MASKED, "bf16", (128, 128), "bottom_right", {**WIDE, "num_splits": 12}),
+    "masked_bf16_d64_lengths_one_phase_splits": row(
+        MASKED, "bf16", (64, 64), "none", {**WIDE, "num_splits": 3, "split_masked_loop": False},
+        kv_lengths=True
+    ),
+    "masked_fp16_d96_packed_pages_splits": row(
+        MASKED, "fp16", (96, 80), "bottom_right", {**WIDE, "num_splits": 132}, ROW_SUMS, packed=1,
+        page_size=16, window_left=1024, sink_tokens=4, sinks=True
+    ),
     "backward_split_bf16_d64_dropout": row(
         SPLIT, "bf16", (64, 64), "bottom_right", BOTH, dropout=True, alibi=True
     ),

@@ -14,6 +14,8 @@ from flashtune.core.target import find_target
 from flashtune.launch.compilation import compile_kernel, load_module
 from flashtune.templates.common.args.feature_context import feature_values
 from flashtune.templates.common.args.problem_context import FARTHEST
+from flashtune.templates.common.model.splits import TILES_PER_SM, count_tiles
+from flashtune.templates.forward_masked import space
 from flashtune.templates.forward_masked.space import MaskedConfig
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
@@ -139,6 +141,63 @@ def test_compiled_sram_on_hopper_matches_the_model(changes: dict[str, Any]) -> N
         assert "wgmma" in binary.asm["ptx"]
         items = FAMILY.sram_items(problem, config, H100, Specialization(lse=True))
         assert 0.7 * binary.metadata.shared < sum(item.bytes for item in items) <= binary.metadata.shared
+
+
+@pytest.mark.parametrize("target", ["h200", "a100", "l4"])
+@pytest.mark.parametrize(
+    ("features", "are_split"),
+    [
+        ({}, True),
+        ({"packed": 100, "page_size": 16}, True),
+        ({"window_left": 8191, "sinks": True}, True),
+        ({"kv_dtype": KvDtype.INT8, "kv_lengths": True}, True),
+        ({"window_left": 100}, False),
+        ({"seqlen_q": 16}, False),
+        ({"batch": 64, "kv_heads": 4}, False),
+        ({"bias": Bias.ADDITIVE}, False),
+        ({"block_mask": 64}, False),
+    ],
+    ids=str,
+)
+def test_few_tiles_over_long_keys_are_split_by_default(
+    target: str, features: dict[str, Any], are_split: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields = {"kv_heads": 1, "batch": 1, "seqlen_q": 100, "seqlen_kv": 65_536, **features}
+    problem, gpu = a_problem(**fields), find_target(target)
+    whole = FAMILY.default(problem, gpu)
+    monkeypatch.setattr(space, "SPLIT_BY_DEFAULT", True)
+    config = FAMILY.default(problem, gpu)
+    assert isinstance(config, MaskedConfig)
+    assert config == msgspec.structs.replace(whole, num_splits=config.num_splits)
+    assert (config.num_splits > 1) == are_split
+    if are_split:
+        assert FAMILY.supports(problem, gpu) is None
+        assert FAMILY.space(problem, gpu).contains(config)
+        tiles = count_tiles(problem, config.block_m, 1)
+        assert gpu.sm_count // 4 < tiles * config.num_splits <= TILES_PER_SM * gpu.sm_count
+        assert FAMILY.makespan_ms(problem, config, gpu) < 0.5 * FAMILY.makespan_ms(problem, whole, gpu)
+
+
+@pytest.mark.tritons
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["h100", "a100", "l4"])
+@pytest.mark.parametrize(
+    "features",
+    [
+        {"window_left": 256, "sink_tokens": 4, "sinks": True, "kv_lengths": True},
+        {"packed": 512, "page_size": 16},
+        {"causal": Causal.NONE, "head_dim": 96, "value_head_dim": 80},
+    ],
+    ids=str,
+)
+def test_splits_are_compiled(target: str, features: dict[str, Any]) -> None:
+    problem = a_problem(**features)
+    config = msgspec.structs.replace(CONFIG, num_splits=12)
+    kernel, gpu = rendered(problem, config), find_target(target)
+    shared, combined = (compile_kernel(part, gpu).metadata.shared for part in kernel.parts)
+    items = FAMILY.sram_items(problem, config, gpu, kernel.specialization)
+    assert sum(item.bytes for item in items) <= shared <= gpu.sram_per_block
+    assert combined < shared
 
 
 def test_compiled_sram_on_ampere_and_in_float32_matches_the_model() -> None:

@@ -64,7 +64,8 @@ def companions(problem: Problem, config: Config, level: Level, *, reduced: bool)
 
 def has_third_tiles(family: Family, config: Config, case: Case) -> bool:
     """Whether a query of a third tile sees a key of a third tile, in a problem that the family computes."""
-    if family.supports(case.problem, H200) is not None:
+    # Plain problems of a check are computed, whether or not a search would select the family.
+    if (case.problem.features or splits_of(config)) and family.supports(case.problem, H200) is not None:
         return False
     sides = tiles_of(config, reduced=True)
     rows, keys = sides.queries[-1], sides.keys[-1]

@@ -4,11 +4,13 @@ from typing import Any
 
 import msgspec
 
-from flashtune.core.kernel import Argument, Specialization
+from flashtune.core.config import LaunchOptions
+from flashtune.core.kernel import Argument, Specialization, Step
 from flashtune.core.problem import Feature, KvScale, Problem
-from flashtune.templates.common.args.arguments import forward_arguments, pointer_type
+from flashtune.templates.common.args.arguments import combine_step, forward_arguments, pointer_type
 from flashtune.templates.common.args.problem_context import problem_values
 from flashtune.templates.common.args.side import side_numbers, side_strides, side_tensors
+from flashtune.templates.common.model.splits import COMBINE_WARPS
 from flashtune.templates.family import Arguments
 
 COUNT = 5
@@ -91,3 +93,17 @@ def feature_arguments(
         *rest[-COUNT:],
         *((Argument("sequences", "i32"),) if problem.packed else ()),
     )
+
+
+def combining_step(problem: Problem, num_splits: int, specialization: Specialization) -> Step | None:
+    """Returns the launch that combines the splits, if any. With packed sequences it needs their ends."""
+    if num_splits == 1:
+        return None
+    step = combine_step(problem.dtype, specialization, LaunchOptions(COMBINE_WARPS, 1))
+    if not problem.packed:
+        return step
+    starts = (tensor for tensor in side_tensors(problem) if tensor.name == "cu_seqlens_q")
+    pointers = [argument for argument in step.arguments if argument.type.startswith("*")]
+    numbers = step.arguments[len(pointers) :]
+    own = (*pointers, *starts, *numbers, Argument("sequences", "i32"))
+    return msgspec.structs.replace(step, arguments=own)

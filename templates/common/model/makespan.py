@@ -2,9 +2,11 @@
 
 import math
 
+import msgspec
+
 from flashtune.core.problem import Problem
 from flashtune.core.target import Target
-from flashtune.templates.common.model.cost import CostParams, block_us, tile_us, traffic_us
+from flashtune.templates.common.model.cost import CostParams, block_us, combining_us, tile_us, traffic_us
 from flashtune.templates.common.model.tile_schedule import (
     RESIDENT,
     TileCost,
@@ -37,26 +39,32 @@ def portable_span(
     heads_innermost: bool = False,
     descriptors: bool = False,
     resident: int = RESIDENT,
+    splits: int = 1,
 ) -> float:
     """Returns the time of a launch by its schedule, in ms.
 
     Neighbouring programs compute different heads if `heads_innermost`. They make TMA descriptors if
-    `descriptors`.
+    `descriptors`. With `splits`, each has a part of the keys of a tile, and another kernel combines parts.
     """
     tiling = Tiling(problem, block_m, block_n, 1)
     if not tiling.total or not problem.seqlen_kv:
         return PACE.launch / 1e3
     block = block_us(problem, block_m * block_n, PACE, target)
     cut = 0 if have_equal_length(problem) else math.ceil(block_m / block_n)
-    cost = TileCost(block, tile_us(problem, block_m, PACE, target) + cut * MASKED * block)
+    # Parts are as tiles of further sequences that have as many fewer blocks.
+    parts = msgspec.structs.replace(problem, batch=problem.batch * splits)
+    tiles, blocks = Tiling(parts, block_m, block_n, 1), extremes(tiling)
+    share = math.ceil(blocks.most / splits) / blocks.most
+    cost = TileCost(block * share, tile_us(problem, block_m, PACE, target) + cut * MASKED * block)
     lone = LONE_SHORT if block_m <= SHORT_TILE else 1.0
-    busy = greedy_makespan(tiling, target.sm_count, longest_first, cost, lone, resident)
-    programs = min(tiling.total, resident * target.sm_count)
-    heads = tiling.heads if heads_innermost else math.ceil(programs / tiling.tiles)
-    streamed = extremes(tiling).mean * tiling.total * block_n
-    moving = traffic_us(problem, streamed, heads / tiling.packs, programs, target)
+    busy = greedy_makespan(tiles, target.sm_count, longest_first, cost, lone, resident)
+    programs = min(tiles.total, resident * target.sm_count)
+    heads = tiles.heads if heads_innermost else math.ceil(programs / tiles.tiles)
+    streamed = blocks.mean * tiling.total * block_n
+    shorter = msgspec.structs.replace(parts, seqlen_kv=math.ceil(problem.seqlen_kv / splits))
+    moving = traffic_us(shorter, streamed, heads / tiling.packs, programs, target)
     launch = PACE.launch + (DESCRIPTORS if descriptors else 0.0)
-    return (launch + max(busy, moving)) / 1e3
+    return (launch + max(busy, moving) + combining_us(problem, splits, target)) / 1e3
 
 
 def resident_programs(

@@ -31,7 +31,7 @@ def a_problem(**changes: Any) -> Problem:
 
 
 def a_config(seed: str, **changes: Any) -> Config:
-    return small_config(MASKED, seed, (32, 64), **changes)
+    return small_config(MASKED, seed, (32, 64), num_splits=1, **changes)
 
 
 def a_call(problem: Problem, visible: Tensor) -> Call:

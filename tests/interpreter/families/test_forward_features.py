@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from flashtune.core.config import Config
 from flashtune.core.features.records import ExtraInputs
 from flashtune.core.kernel import Alignment
 from flashtune.core.problem import Bias, Causal, KvDtype, KvScale, Problem
+from flashtune.templates.common.model.splits import can_split
 from flashtune.templates.family import Family
 from flashtune.templates.registry import find_family
 from tests.interpreter.families.kernel_calls import (
@@ -46,6 +48,11 @@ def problem_of(family: Family, **changes: Any) -> Problem:
     return a_problem(**changes) if family is MASKED else few_queries(**changes)
 
 
+def masked_config(problem: Problem, seed: str, sides: tuple[int, ...] = (16, 32), **changes: Any) -> Config:
+    whole = {} if can_split(problem) else {"num_splits": 1}
+    return small_config(MASKED, seed, sides, **whole, **changes)
+
+
 def check_decoding(problem: Problem, seed: str = "", **config: Any) -> None:
     torch.manual_seed(0)
     check(DECODING, problem, make_call(problem), small_config(DECODING, seed, **config))
@@ -59,8 +66,12 @@ def test_each_feature(family: Family, name: str, causal: Causal) -> None:
     heads = {"heads": 3, "kv_heads": 3 if causal is Causal.NONE else 1} if family is MASKED else {}
     problem = problem_of(family, **heads, **FORWARD.get(name, {}), causal=causal)
     # Blocks that no mask touches have a loop of their own.
-    changes: dict[str, Any] = {"split_masked_loop": True} if family is MASKED else {}
-    check(family, problem, make_call(problem), small_config(family, f"{name} {causal}", **changes))
+    seed = f"{name} {causal}"
+    if family is MASKED:
+        config = masked_config(problem, seed, split_masked_loop=True)
+    else:
+        config = small_config(family, seed)
+    check(family, problem, make_call(problem), config)
 
 
 PAIRS = [
@@ -81,10 +92,11 @@ def test_pairs_of_features(family: Family, pair: tuple[str, str]) -> None:
     shape = {"head_dim": 32} if family is MASKED else {"heads": 2, "kv_heads": 1, "seqlen_kv": 53}
     causal = random.Random(seed).choice(list(Causal))
     problem = problem_of(family, **together(*pair) or {}, **shape, causal=causal)
-    changes: dict[str, Any] = (
-        {} if family is MASKED else {"block_m": 32, "num_splits": random.Random(seed).choice((1, 2))}
-    )
-    check(family, problem, make_call(problem), small_config(family, seed, **changes), index_bits=64)
+    if family is MASKED:
+        config = masked_config(problem, seed)
+    else:
+        config = small_config(family, seed, block_m=32, num_splits=random.Random(seed).choice((1, 2)))
+    check(family, problem, make_call(problem), config, index_bits=64)
 
 
 @pytest.mark.parametrize("cap", [0.05, 1.0, 50.0, 3000.0])
@@ -131,7 +143,7 @@ def test_rendered_module_is_standalone(name: str) -> None:
     problem = a_problem(**FORWARD[name], causal=Causal.TOP_LEFT)
     call = make_call(problem)
     q, k, v, side, _ = call
-    attention = standalone(MASKED, problem, call, small_config(MASKED, name, split_masked_loop=True))
+    attention = standalone(MASKED, problem, call, masked_config(problem, name, split_masked_loop=True))
     extra = {field: value for field, value in side._asdict().items() if value is not None}
     if side.bias is not None:
         extra["bias"] = side.bias[:, :, :0]

@@ -1,14 +1,13 @@
 """Mutants of splits: their borders, results, statistics and sinks, and the kernel that combines them."""
 
 from flashtune.core.problem import Causal
-from tests.mutants.core import Mutant, Part, mutants_of
+from tests.mutants.core import Mutant, Part, Row, mutants_of
 from tests.mutants.forward_hopper.hopper import a_small_problem, subject
 
 FIRST = "n_first = n_start + tile.split * (n_end - n_start) // splits"
 LAST = "n_last = n_start + (tile.split + 1) * (n_end - n_start) // splits - 1"
 EMPTY = "n_last < n_first"
 FINAL = "return n_first, gl.maximum(n_first, n_last), n_last < n_first"
-COMBINE = Part("def combine(", "def descriptors(")
 WEIGHTED = "tl.sum(part_out * weights[:, None], 0)"
 SUM = "tl.where(total == 0.0, 1.0, total)"
 ROW_LSE = "(shift + tl.log2(total)) * 0.6931471805599453"
@@ -99,25 +98,28 @@ def waits() -> tuple[Mutant, ...]:
 
 def combining() -> tuple[Mutant, ...]:
     """Those of the kernel that combines splits."""
-    exists = "mask=parts < splits"
+    return mutants_of(PACKED, combining_rows("def descriptors("))
+
+
+def combining_rows(end: str) -> tuple[Row, ...]:
+    """Errors of the kernel that combines splits, in files that have `end` after it."""
+    exists, kernel = "mask=parts < splits", Part("def combine(", end)
     return (
-        *mutants_of(PACKED, (
-            ("splits not weighted", WEIGHTED, "tl.sum(part_out, 0)", COMBINE),
-            ("splits averaged", SUM, "splits", COMBINE),
-            ("splits without their maximum", "tl.exp2(part_lse - shift)", "tl.exp2(part_lse)", COMBINE),
-            ("splits that are not there counted", 'other=float("-inf")', "other=0.0", COMBINE),
-            ("last split left out", exists, f"{exists} - 1", COMBINE),
-            ("splits in rows' order", PLACES, "places = row * splits + parts", COMBINE),
-            ("splits one row apart", PLACES, "places = parts + row", COMBINE),
-            ("rows that no split saw divided by zero", SUM, "total", COMBINE),
-            ("rows that no split saw shifted by -inf",
-             'tl.where(largest == float("-inf"), 0.0, largest)', "largest", COMBINE),
-            ("combined split lse in base 2", ROW_LSE, "shift + tl.log2(total)", COMBINE),
-            ("combined split lse of the largest split", ROW_LSE, "shift * 0.6931471805599453", COMBINE),
-            ("rows after the last sequence written",
-             "row % seqlen_q >= tl.load(cu_seqlens_q + sequences)", "row % seqlen_q < 0", COMBINE),
-            ("output rows of the first head",
-             "row // seqlen_q % heads * stride_oh", "row // seqlen_q % heads * 0", COMBINE),
-            ("last rows not combined", "return (rows, 1)", "return (rows - rows // 4, 1)"),
-        )),
+        ("splits not weighted", WEIGHTED, "tl.sum(part_out, 0)", kernel),
+        ("splits averaged", SUM, "splits", kernel),
+        ("splits without their maximum", "tl.exp2(part_lse - shift)", "tl.exp2(part_lse)", kernel),
+        ("splits that are not there counted", 'other=float("-inf")', "other=0.0", kernel),
+        ("last split left out", exists, f"{exists} - 1", kernel),
+        ("splits in rows' order", PLACES, "places = row * splits + parts", kernel),
+        ("splits one row apart", PLACES, "places = parts + row", kernel),
+        ("rows that no split saw divided by zero", SUM, "total", kernel),
+        ("rows that no split saw shifted by -inf",
+         'tl.where(largest == float("-inf"), 0.0, largest)', "largest", kernel),
+        ("combined split lse in base 2", ROW_LSE, "shift + tl.log2(total)", kernel),
+        ("combined split lse of the largest split", ROW_LSE, "shift * 0.6931471805599453", kernel),
+        ("rows after the last sequence written",
+         "row % seqlen_q >= tl.load(cu_seqlens_q + sequences)", "row % seqlen_q < 0", kernel),
+        ("output rows of the first head",
+         "row // seqlen_q % heads * stride_oh", "row // seqlen_q % heads * 0", kernel),
+        ("last rows not combined", "return (rows, 1)", "return (rows - rows // 4, 1)"),
     )  # fmt: skip

@@ -13,12 +13,14 @@ from flashtune.core.kernel import Alignment, Specialization
 from flashtune.core.notices import FlashtuneWarning
 from flashtune.core.problem import BlockLists, Causal, Dtype, KvDtype, KvScale
 from flashtune.core.record import Provenance, Record, VerificationStatus
+from flashtune.core.target import find_target
 from flashtune.db.eligibility import by_problem
 from flashtune.dispatch.forecast import forecast
 from flashtune.dispatch.lookup import default_selection, nearest_selection, select
 from flashtune.dispatch.nearest import DECODING_FAMILY, FEW_QUERIES, distance, nearest_record
 from flashtune.dispatch.tables import Tables
 from flashtune.templates.forward_hopper.space import HopperConfig, Order
+from flashtune.templates.forward_masked import space
 from flashtune.templates.registry import find_family
 from tests.runtime.dispatch.untuned import TARGET, anyone, shape
 from tests.support.machine import Machine, inputs
@@ -96,6 +98,29 @@ def test_unaligned_tensors_get_a_kernel_that_can_address_them(keys: int, feature
     }
     assert families[Alignment.SIXTEEN] == "forward_hopper"
     assert families[Alignment.ANY] == ("decode_split_kv" if keys > 512 else "forward_q_outer")
+
+
+@pytest.mark.parametrize(
+    ("heads", "queries", "features", "family"),
+    [
+        # The decoding family packs the heads of a group into a tile.
+        (8, 17, {}, "decode_split_kv"),
+        # It computes no more queries than occupy all SMs.
+        (32, 256, {}, "forward_masked"),
+        (32, 256, {"page_size": 16}, "forward_masked"),
+        (32, 256, {"dropout": True}, "forward_masked"),
+        (64, 256, {}, "forward_q_outer"),
+    ],
+)
+def test_portable_gpus_split_the_keys_of_few_tiles(
+    heads: int, queries: int, features: dict[str, object], family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(space, "SPLIT_BY_DEFAULT", True)
+    extents = {"heads": heads, "kv_heads": heads // 8, "batch": 1, "seqlen_q": queries, "seqlen_kv": 65_536}
+    record = default_selection(shape(**extents, **features), find_target("a100"), Specialization()).record
+    assert record.family == family
+    is_split = family != "forward_q_outer" and "dropout" not in features
+    assert (getattr(record.config, "num_splits", 1) > 1) == is_split
 
 
 @pytest.mark.parametrize(("tokens", "groups"), [(34, 1), (200, 2)])
