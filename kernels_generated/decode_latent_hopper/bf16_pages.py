@@ -7,7 +7,7 @@ Computes     bf16, head dim 576, value head dim 512, causal: bottom_right
 Keys         in pages of 64, as many as seqlens_kv says; values are their first columns
 Config       1 queries and 64 heads a tile, 2 stages, 1 parts, overlap_pv True
 Assumes      addresses and strides that are multiples of 16 bytes
-Template     decode_latent_hopper f2884930c8bf
+Template     decode_latent_hopper acf2380cd1ab
 
 All heads share one KV head, so that heads (and queries) are the rows of a tile. A block of keys is
 copied once, as the left and the right half of the values and the rest, and is in both products.
