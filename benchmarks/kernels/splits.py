@@ -21,7 +21,7 @@ import msgspec
 import torch
 
 from benchmarks.dispatch_regret.timing import compile_all
-from benchmarks.saved import RESULTS, load, run_of, save
+from benchmarks.saved import RESULTS, Saved, load, run_of, save
 from flashtune.core.config import Config
 from flashtune.core.errors import KernelError
 from flashtune.core.kernel import Specialization
@@ -41,8 +41,11 @@ from flashtune.tuner.workloads.shapes import parse_shape
 from flashtune.verification.check import check_kernel
 
 SCRIPT = "benchmarks/kernels/splits.py"
-SAVED = RESULTS / "nvidia-h200-splits.json.gz"
 HOPPER, MASKED, DECODING = "forward_hopper", "forward_masked", "decode_split_kv"
+SAVED = (
+    ("splits", HOPPER, RESULTS / "nvidia-h200-splits.json.gz"),
+    ("masked-splits", MASKED, RESULTS / "nvidia-h200-masked-splits.json.gz"),
+)
 WHOLE, SPLIT = "whole", "split"
 ROUNDS, BEST, HOPELESS = 11, 6, 2.0
 SHOWN_KEYS = (4096, 65536)
@@ -189,9 +192,12 @@ def timed(family: str, problem: Problem, target: Target, device: torch.device) -
 
 
 def texts() -> dict[str, str]:
-    """Returns the table of shapes with one sequence, by name."""
-    saved = load(SAVED, Report)
-    found = {row.shape: _fastest(row) for row in saved.rows.rows}
+    """Returns the tables of shapes with one sequence, by name."""
+    return {name: "\n".join(_table(family, load(path, Report))) for name, family, path in SAVED}
+
+
+def _table(family: str, saved: Saved[Report]) -> Iterator[str]:
+    found = {row.shape: _fastest(family, row) for row in saved.rows.rows}
     rows = []
     for problem in shapes():
         times = found.get(problem.key)
@@ -199,23 +205,21 @@ def texts() -> dict[str, str]:
             continue
         paged = found.get(f"{problem.key}_page16", {})
         kinds = (times, WHOLE), (times, SPLIT), (times, DECODING), (paged, SPLIT), (times, CUDNN)
-        heads = f"{problem.heads}/{problem.kv_heads}"
+        names = f"{problem.heads}/{problem.kv_heads}", str(problem.seqlen_q), f"{problem.seqlen_kv:,}"
         shown = (f"{some[kind]:.4f}" if kind in some else "–" for some, kind in kinds)
-        rows.append((problem.seqlen_kv, problem.heads, problem.seqlen_q, heads, *shown))
-    lines = [(heads, f"{queries}", f"{keys:,}", *shown) for keys, _, queries, heads, *shown in sorted(rows)]
+        rows.append(((problem.seqlen_kv, problem.heads, problem.seqlen_q), (*names, *shown)))
+    yield f"{run_of(saved.source)}, `{family}`, bf16, D128, causal, one sequence, pages of 16, least ms:"
+    yield ""
     heads = "heads", "queries", "keys", "`num_splits=1`", "splits", f"`{DECODING}`", "splits, pages", CUDNN
-    heading = (
-        f"{run_of(saved.source)}, bf16, D128, causal, one sequence, pages of 16, ms of the fastest config:"
-    )
-    return {"splits": "\n".join((heading, "", *table(heads, lines)))}
+    yield from table(heads, [row for _, row in sorted(rows)])
 
 
-def _fastest(row: Row) -> dict[str, float]:
+def _fastest(family: str, row: Row) -> dict[str, float]:
     """Returns the least time of each kind of implementation."""
     times: dict[str, float] = {}
     for entry in row.times:
         kind = entry.name
-        if kind == HOPPER:
+        if kind == family:
             kind = WHOLE if f"{entry.config} ".endswith("num_splits=1 ") else SPLIT
         times[kind] = min(entry.ms, times.get(kind, entry.ms))
     return times

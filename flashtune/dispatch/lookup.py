@@ -60,10 +60,9 @@ FLOAT32_BACKWARD = "backward_fused"
 # relative to those of `forward_hopper`. Measured at three shapes on an H100 and an H200.
 PORTABLE_BLOCKS, PORTABLE_FACTOR = 128, 1.3
 # Splits of tiles of these families are preferred to those of DECODING_FAMILY if their modelled time is less
-# than this multiple. That of `forward_hopper` loses least of the multiples of 0.25 at the shapes of
-# benchmarks/results/nvidia-h200-splits.json.gz: 0.8% in the mean. That of `forward_masked` is the distance of
-# both models, relative to measured times at tuned shapes.
-SPLIT_TILES_LEADS = {"forward_hopper": 1.75, "forward_masked": 0.6}
+# than this multiple. At the shapes of benchmarks/results/nvidia-h200-splits.json.gz and
+# nvidia-h200-masked-splits.json.gz, they lose least: 0.8% and 0.4% in the mean.
+SPLIT_TILES_LEADS = {"forward_hopper": 1.75, "forward_masked": 1.1}
 # The shape of prompts with features in bundles.
 BUNDLED_EXTENTS = {"heads": 32, "kv_heads": 8, "batch": 2, "seqlen_q": 2048, "seqlen_kv": 2048}
 

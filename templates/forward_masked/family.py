@@ -30,7 +30,6 @@ from flashtune.templates.forward_masked.space import (
     HOPPER,
     MaskedConfig,
     masked_space,
-    splits_by_default,
     tile_splits,
     value_chunks,
 )
@@ -85,7 +84,7 @@ class ForwardMasked(MaskedModel, FamilyOf[MaskedConfig]):
             lpt=problem.causal is not Causal.NONE and not near,
             input_precision=input_precisions(problem, target)[-1],
         )
-        spread = split_variants(problem, config, target) if splits_by_default() else ()
+        spread = split_variants(problem, config, target)
         return min((config, *spread), key=lambda other: self.makespan_ms(problem, other, target))
 
     def _default_tiles(self, problem: Problem, target: Target) -> tuple[int, int, int, int]:

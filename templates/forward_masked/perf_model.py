@@ -16,7 +16,6 @@ from flashtune.templates.family import BytesItem, BytesItems, PerformanceModel
 from flashtune.templates.forward_masked.space import (
     MaskedConfig,
     masked_space,
-    splits_by_default,
     tile_splits,
     value_chunks,
 )
@@ -67,8 +66,8 @@ class MaskedModel(PerformanceModel[MaskedConfig]):
     def schedule_variants(
         self, problem: Problem, config: MaskedConfig, target: Target
     ) -> Iterable[MaskedConfig]:
-        """Returns points of the space with other splits, if defaults split keys."""
-        return split_variants(problem, config, target) if splits_by_default() else ()
+        """Returns points of the space with other splits."""
+        return split_variants(problem, config, target)
 
     def hbm_items(self, problem: Problem, config: MaskedConfig, target: Target | None = None) -> BytesItems:
         problem = unpacked(problem)

@@ -27,8 +27,6 @@ class MaskedConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True
     num_splits: Splits = 1
 
 
-# Until times of splits are measured on a GPU, only a search tries them.
-SPLIT_BY_DEFAULT = False
 # Below this many queries of a sequence, small tiles are in the space.
 FEW_QUERIES = 128
 HOPPER = 90
@@ -57,11 +55,6 @@ def masked_space(problem: Problem, target: Target) -> Space:
         Axis("num_splits", tile_splits(problem, target)),
     )
     return Space(MaskedConfig, axes, lambda config: _is_possible(problem, config, target))
-
-
-def splits_by_default() -> bool:
-    """Returns whether defaults, and variants that dispatch considers, split keys."""
-    return SPLIT_BY_DEFAULT
 
 
 def tile_splits(problem: Problem, target: Target) -> tuple[int, ...]:

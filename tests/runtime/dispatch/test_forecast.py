@@ -20,7 +20,6 @@ from flashtune.dispatch.lookup import default_selection, nearest_selection, sele
 from flashtune.dispatch.nearest import DECODING_FAMILY, FEW_QUERIES, distance, nearest_record
 from flashtune.dispatch.tables import Tables
 from flashtune.templates.forward_hopper.space import HopperConfig, Order
-from flashtune.templates.forward_masked import space
 from flashtune.templates.registry import find_family
 from tests.runtime.dispatch.untuned import TARGET, anyone, shape
 from tests.support.machine import Machine, inputs
@@ -113,9 +112,8 @@ def test_unaligned_tensors_get_a_kernel_that_can_address_them(keys: int, feature
     ],
 )
 def test_portable_gpus_split_the_keys_of_few_tiles(
-    heads: int, queries: int, features: dict[str, object], family: str, monkeypatch: pytest.MonkeyPatch
+    heads: int, queries: int, features: dict[str, object], family: str
 ) -> None:
-    monkeypatch.setattr(space, "SPLIT_BY_DEFAULT", True)
     extents = {"heads": heads, "kv_heads": heads // 8, "batch": 1, "seqlen_q": queries, "seqlen_kv": 65_536}
     record = default_selection(shape(**extents, **features), find_target("a100"), Specialization()).record
     assert record.family == family
