@@ -81,6 +81,7 @@ ASKED: dict[Feature, tuple[dict[str, Any], ...]] = {
     Feature.PACKED: ({"packed": 2},),
     Feature.KV_LENGTHS: ({"kv_lengths": True},),
     Feature.PAGES: tuple({"page_size": size} for size in PAGE_SIZES),
+    Feature.TREE: ({"tree": True}, {"tree": True, "page_size": 16}),
     Feature.QUANTIZED_KV: tuple(
         {"kv_dtype": dtype, "kv_scale": scale} for dtype in KvDtype for scale in KvScale
     ),

@@ -122,6 +122,7 @@ def prefix_call(call: Call, tokens: int, pages: int) -> Call:
     side = call.side._replace(
         sinks=None,
         cu_seqlens_q=None,
+        tree=None,
         seqlens_kv=constants((tokens,), 1, torch.int32, q.device)[0],
         block_table=call.side.block_table[:1, :pages],
     )

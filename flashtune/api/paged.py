@@ -79,10 +79,12 @@ def attention_paged(
             Results of sequences shorter than the prefix are not valid. Timings do not affect this option.
             It cannot be combined with window, chunk, ALiBi or prefix lengths.
         **options: `causal` (True by default), `cu_seqlens_q` (int32 [batch + 1]) and `max_seqlen_q` for
-            packed queries, `layout` ("nhd" or "hnd") and `value_head_dim`. Also `window`, `softcap`,
-            `alibi_slopes`, `sinks`, `sink_tokens`, `prefix_lengths`, `chunk`, `scale` and `prefer` as in
-            `attention`. `k_scale` and `v_scale` of an 8-bit cache are float32 [1], [kv_heads] or
-            [pages, kv_heads].
+            packed queries, `layout` ("nhd" or "hnd") and `value_head_dim`. `tree_mask` is bool [batch, q_len,
+            q_len], with cu_seqlens_q [batch, max_seqlen_q, max_seqlen_q]: whether query i sees the key of
+            query j. All see older keys. A sequence of n queries uses its first n rows and columns.
+            Also `window`, `softcap`, `alibi_slopes`, `sinks`, `sink_tokens`, `prefix_lengths`, `chunk`,
+            `scale` and `prefer` as in `attention`. `k_scale` and `v_scale` of an 8-bit cache are float32 [1],
+            [kv_heads] or [pages, kv_heads].
 
     Returns:
         The output in q's shape and type, but with value_head_dim as last dimension. With `return_lse`, also

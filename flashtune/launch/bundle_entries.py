@@ -29,7 +29,7 @@ from flashtune.launch.workspaces import FLOAT32
 DIMENSIONS = {
     "q_scale": 2, "k_scale": 2, "v_scale": 2, "slopes": 2, "bias": 4, "sinks": 1, "prefix": 1,
     "cu_seqlens_q": 1, "cu_seqlens_kv": 1, "seqlens_kv": 1, "block_table": 2, "block_counts": 3,
-    "block_indices": 4, "seed": 1,
+    "block_indices": 4, "seed": 1, "tree": 3,
 }  # fmt: skip
 # Triton numbers three element types of descriptors in another order than the driver.
 ELEMENT_TYPES = {8: 10, 9: 8, 10: 9}

@@ -116,6 +116,7 @@ class PagedCallOptions(CommonOptions, total=False):
 
     cu_seqlens_q: Tensor | None
     max_seqlen_q: int | None
+    tree_mask: Tensor | None
     layout: PageLayoutOption
     value_head_dim: int | None
 

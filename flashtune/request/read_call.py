@@ -83,7 +83,7 @@ def read_call(call: Call, needs_grad: bool | None = None) -> Request:
         **flags,
     )
     check_extents(problem)
-    check_shapes(problem, side, batch)
+    check_shapes(problem, side, batch, options.max_seqlen_q if packed else q.shape[2])
     problem = normal_form(problem)
     if problem.dtype.is_quantized:
         check_scales(problem, q.device, side)

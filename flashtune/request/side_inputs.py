@@ -38,9 +38,12 @@ def _given(side: ExtraInputs) -> Iterator[tuple[TensorInput, Tensor]]:
             yield entry, tensor
 
 
-def check_shapes(problem: Problem, side: ExtraInputs, batch: int) -> None:
-    """Checks the shapes of extra inputs with one value for each sequence or head, and of the block table."""
-    extents = {"heads": problem.heads, "batch": batch, "batch + 1": batch + 1}
+def check_shapes(problem: Problem, side: ExtraInputs, batch: int, longest: int) -> None:
+    """Checks shapes of extra inputs that follow from heads, sequences and queries, and of the block table.
+
+    `longest` is the number of queries of the longest sequence.
+    """
+    extents = {"heads": problem.heads, "batch": batch, "batch + 1": batch + 1, "queries": longest}
     for entry, tensor in _given(side):
         shape = None if entry.shape is None else [extents[name] for name in entry.shape]
         if shape is not None and list(tensor.shape) != shape:

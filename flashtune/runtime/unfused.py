@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flashtune.core.features.description import ScoreRows
-from flashtune.core.features.masks import seen_keys, seen_pairs
+from flashtune.core.features.masks import seen_keys, seen_newest, seen_pairs
 from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs, FeatureFields
 from flashtune.core.features.table import TENSOR_INPUTS, changed_scores
 from flashtune.core.problem import SCORE_BYTES, Bias, Causal, Problem
@@ -289,6 +289,10 @@ def _hidden(problem: Problem, q: Tensor, k: Tensor, side: ExtraInputs) -> Tensor
     seen = seen_keys(problem, _positions(problem, q, k, side)[:, :, None], keys, prefix)
     if side.seqlens_kv is not None:
         seen = seen & (keys < side.seqlens_kv[:, None, None])
+    if side.tree is not None:
+        ends = k.shape[2] if side.seqlens_kv is None else side.seqlens_kv.long()[:, None, None]
+        places = (keys - (ends - q.shape[2])).view(-1, 1, len(keys))
+        seen = seen & seen_newest(side.tree[:, : q.shape[2]], places)
     seen = seen.unsqueeze(1)
     if side.bias is not None and problem.bias is Bias.BOOLEAN:
         seen = seen & side.bias

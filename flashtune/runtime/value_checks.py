@@ -64,7 +64,8 @@ def check_values(request: Request, q: Tensor, k: Tensor, side: ExtraInputs) -> N
     """
     problem = request.problem
     if side.cu_seqlens_q is not None:
-        _check_starts("cu_seqlens_q", side.cu_seqlens_q, "q", q.shape[0], problem.seqlen_q)
+        longest = problem.seqlen_q if side.tree is None else side.tree.shape[1]
+        _check_starts("cu_seqlens_q", side.cu_seqlens_q, "q", q.shape[0], longest)
     if side.cu_seqlens_kv is not None:
         _check_starts("cu_seqlens_k", side.cu_seqlens_kv, "k", k.shape[0], problem.seqlen_kv)
     if side.seqlens_kv is not None:

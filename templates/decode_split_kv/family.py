@@ -54,7 +54,7 @@ class DecodeSplitKV(DecodeModel, FamilyOf[DecodeConfig]):
 
     name = "decode_split_kv"
     config_type = DecodeConfig
-    features = (FEATURES - {Feature.DROPOUT}) | {Feature.MLA}
+    features = (FEATURES - {Feature.DROPOUT}) | {Feature.MLA, Feature.TREE}
     direction = Direction.FORWARD
     interpreted = True
 

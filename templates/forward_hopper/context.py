@@ -145,7 +145,7 @@ def _mask_values(problem: Problem, config: HopperConfig) -> dict[str, object]:
         "ends_early": ends_early,
         "keys_rank": 5 if ends_early else 4,
         # A block may hold no key that a row sees.
-        "is_masked": has_border or ends_early or has_lists(problem) or config.num_splits > 1,
+        "is_masked": has_border or ends_early or has_lists(problem) or problem.tree or config.num_splits > 1,
         # ALiBi depends on the distance of keys on both sides, instead of on their position.
         "measures_distance": measures_distance,
         # Scores of a row lack a term that is equal for all its keys.

@@ -50,8 +50,8 @@ DTYPES = (Dtype.BF16, Dtype.FP16, Dtype.E4M3)
 ROW_BYTES = 16
 WORKSPACE = "transposed"
 # Features that a bias or mask, or a block mask, excludes.
-EXCLUDED_WITH_BIAS = {Feature.PACKED, Feature.PAGES, Feature.KV_LENGTHS, Feature.PREFIX}
-EXCLUDED_WITH_BLOCK_MASK = {Feature.PACKED, Feature.PAGES, Feature.BIAS, Feature.PREFIX}
+EXCLUDED_WITH_BIAS = {Feature.PACKED, Feature.PAGES, Feature.KV_LENGTHS, Feature.PREFIX, Feature.TREE}
+EXCLUDED_WITH_BLOCK_MASK = {Feature.PACKED, Feature.PAGES, Feature.BIAS, Feature.PREFIX, Feature.TREE}
 # Additional bytes of the compiler: exchange between roles, and alignment gaps.
 SPARE_BYTES = 1024
 # A full grid replaces a balanced one, and splits replace whole keys, if they take less than this fraction.
@@ -67,7 +67,7 @@ class ForwardHopper(HopperModel, FamilyOf[HopperConfig]):
         {
             *(Feature.WINDOW, Feature.PACKED, Feature.PAGES, Feature.DROPOUT, Feature.SOFTCAP, Feature.ALIBI),
             *(Feature.SINKS, Feature.SINK_TOKENS, Feature.CHUNK, Feature.PREFIX, Feature.KV_LENGTHS),
-            *(Feature.BIAS, Feature.QUANTIZED_KV, Feature.BLOCK_MASK),
+            *(Feature.BIAS, Feature.QUANTIZED_KV, Feature.BLOCK_MASK, Feature.TREE),
         }
     )
     direction = Direction.FORWARD

@@ -45,7 +45,7 @@ class ForwardMasked(MaskedModel, FamilyOf[MaskedConfig]):
 
     name = "forward_masked"
     config_type = MaskedConfig
-    features = FEATURES | {Feature.BLOCK_MASK}
+    features = FEATURES | {Feature.BLOCK_MASK, Feature.TREE}
     direction = Direction.FORWARD
     interpreted = True
 

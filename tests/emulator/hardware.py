@@ -215,6 +215,9 @@ class Pointer:
     def __add__(self, steps: Any) -> Pointer:
         return Pointer(self.memory, self.offset + plain(steps))
 
+    def __getitem__(self, key: Any) -> Pointer:
+        return Pointer(self.memory, self.offset[key])
+
     def read(self) -> Any:
         """A number, or a tensor of the numbers at several addresses."""
         values = self.memory[self.offset]

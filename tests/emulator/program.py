@@ -220,10 +220,10 @@ class Program:
     def load(self, pointer: Pointer, mask: Any = True, other: float = 0) -> Any:
         if isinstance(mask, Tensor):
             # Addresses that are hidden may lie anywhere.
-            visible = np.broadcast_to(pointer.offset, mask.values.shape)[mask.values]
+            seen, offset = np.broadcast_arrays(mask.values, pointer.offset)
+            visible = offset[seen]
             assert ((visible >= 0) & (visible < pointer.memory.size)).all(), "a load outside of a tensor"
-            loaded = pointer.memory[np.where(mask.values, pointer.offset, 0)]
-            return Tensor(np.where(mask.values, loaded, other))
+            return Tensor(np.where(seen, pointer.memory[np.where(seen, offset, 0)], other))
         if mask:
             return pointer.read()
         return Tensor(np.full(np.shape(pointer.offset), other)) if np.ndim(pointer.offset) else other
@@ -299,7 +299,7 @@ def emulate(
     module = load_module(kernel)
     # A bias, mask or block mask is no argument of the kernel: it is described, or listed by the prologue.
     described = [array for array in extra_inputs if array.ndim == BIAS_DIMS and len(memory) > len(tensors)]
-    passed = [array for array in extra_inputs if array.ndim < LISTED_DIMS]
+    passed = [array for array in extra_inputs if array.ndim < LISTED_DIMS or _is_tree(array)]
     made = module.descriptors(*tensors, *(_like(array) for array in described))
     descriptors = [
         Descriptor(descriptor, flat) for parts, flat in zip(made, memory, strict=True) for descriptor in parts
@@ -321,6 +321,10 @@ def emulate(
             pointers = [Pointer(array.reshape(-1)) for array in (*passed, *workspaces)]
             rows = [Pointer(flat) for flat in addressed]
             names[kernel.entry](*descriptors, *rows, Pointer(lse), *pointers, scale, *numbers, *integers)
+
+
+def _is_tree(array: Array) -> bool:
+    return array.ndim == LISTED_DIMS and array.dtype == bool
 
 
 def _like(array: Array) -> torch.Tensor:

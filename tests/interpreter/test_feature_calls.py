@@ -242,6 +242,37 @@ def test_dense_lengths_are_clamped_to_the_keys(seqlen_q: int, needs_grad: bool) 
         assert torch.equal(beyond, right)
 
 
+def test_trees_of_drafts() -> None:
+    cache = paged((56, 40, 5))
+    tree = torch.rand(3, 7, 7) < 0.5
+    q, few = torch.randn(3, 7, HEADS, WIDTH), torch.randn(8, HEADS, WIDTH)
+    for options in (
+        {},
+        {"causal": False},
+        {"window": (9, 3), "causal": False},
+        {"sinks": torch.randn(HEADS)},
+    ):
+        check_paged(q, *cache, tree_mask=tree, **options)
+        # Shorter sequences read the first rows and columns.
+        short: dict[str, Any] = {"cu_seqlens_q": starts((2, 6, 0)), "max_seqlen_q": 7, **options}
+        check_paged(few, *cache, tree_mask=tree, **short)
+    check_paged(q, *cache, tree_mask=tree[:1].expand(3, -1, -1))
+    for wrong in (tree[:, :6], tree[:2], tree[0], tree.int(), tree.mT):
+        with pytest.raises(ProblemError, match="tree_mask"):
+            flashtune.attention_paged(q, *cache, tree_mask=wrong)
+    with pytest.raises(TypeError, match="tree_mask"):
+        flashtune.attention(*dense(), tree_mask=tree)  # type: ignore[call-overload]
+
+
+def test_a_tree_after_a_shared_prefix() -> None:
+    k_cache, v_cache, table, lengths = paged((56, 40, 35))
+    table[1:, :1] = table[0, :1]
+    cache = k_cache, v_cache, table, lengths
+    q, tree = torch.randn(3, 7, HEADS, WIDTH), torch.rand(3, 7, 7) < 0.5
+    result = flashtune.attention_paged(q, *cache, tree_mask=tree, shared_prefix=16, return_lse=True)
+    agrees(paged_call(q, *cache, tree_mask=tree, return_lse=True), result)
+
+
 def test_shared_prefix() -> None:
     k_cache, v_cache, table, lengths = paged((56, 40, 33))
     table[1:, :2] = table[0, :2]

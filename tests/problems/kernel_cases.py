@@ -33,6 +33,9 @@ BOTH_PASSES: dict[str, Fields] = {
 # Of the forward pass, under the interpreter.
 FORWARD: dict[str, Fields] = {
     **BOTH_PASSES,
+    "tree": {"tree": True},
+    "tree, window": {"tree": True, "window_left": 11, "window_right": 9, "page_size": 16},
+    "tree, packed": {"tree": True, "packed": 75, "sink_tokens": 4, "chunk": 16},
     "pages": {"page_size": 16},
     "pages_of_1": {"page_size": 1},
     "large_pages": {"page_size": 64},
@@ -81,6 +84,10 @@ HOPPER: dict[str, tuple[Causal, Fields]] = {
     "prefix, window, full": (Causal.NONE, {"prefix": True, "window_left": 50}),
     "prefix, chunks": (Causal.NONE, {"prefix": True, "chunk": 80}),
     "prefix without bounds": (Causal.NONE, {"prefix": True}),
+    "tree": (Causal.BOTTOM_RIGHT, {"tree": True}),
+    "tree, full": (Causal.NONE, {"tree": True}),
+    "tree, chunks, alibi": (Causal.NONE, {"tree": True, "chunk": 100, "alibi": True, "sinks": True}),
+    "tree, prefix, window": (Causal.BOTTOM_RIGHT, {"tree": True, "prefix": True, "window_left": 50}),
 }
 # Combined with a bias, a mask or a block mask of Hopper kernels, emulated.
 HOPPER_MASKED: dict[str, tuple[Causal, Fields]] = {
@@ -131,6 +138,8 @@ TUNED = {
     # The search of a tile's sequence takes two steps.
     "packed, many sequences": f"{HEADS},seqlen=40,head_dim=128,causal,batch=300,packed=6000",
     "packed pages": f"{D128},{PACKED},page_size=16",
+    "tree": f"{HEADS},seqlen_q=64,seqlen_kv=8192,head_dim=128,causal,batch=4,page_size=16,tree",
+    "packed tree": f"{HEADS},seqlen_q=64,seqlen_kv=4096,head_dim=64,batch=9,packed=200,page_size=64,tree",
     "packed pages of 1": f"{D128},{PACKED},page_size=1",
     "packed pages of 4, padded": f"{HEADS},seqlen=2048,head_dim=96,value_head_dim=80,{PACKED},page_size=4",
     "pages of 1 in int8": f"{D128},causal,batch=2,page_size=1,{INT8_HEADS}",

@@ -166,6 +166,11 @@ def _attend(problem: Problem, sequence: Sequence, side: ExtraInputs, scale: floa
             scores = scores + laid.double()
     if problem.block_mask:
         seen = seen & listed(problem, side, sequence.number, heads, queries, keys)
+    if side.tree is not None:
+        seen = seen.clone()
+        # The newest keys, of which the first rows and columns of the mask decide.
+        newest = min(keys, queries)
+        seen[..., keys - newest :] &= side.tree[sequence.number, :queries, queries - newest : queries]
     scores = scores.masked_fill(~seen, -torch.inf)
     sinks = torch.full((heads,), -torch.inf) if side.sinks is None else side.sinks
     sink = sinks.double()[:, None, None].expand(heads, queries, 1)

@@ -223,6 +223,10 @@ COMBINATIONS = {
         HOPPER, "bf16", (64, 64), "bottom_right", {**GROUPS, "ping_pong": True, "num_splits": 6}, ROW_SUMS,
         packed=1, page_size=16, kv_dtype=KvDtype.E4M3, kv_scale=KvScale.PAGE, window_left=4096, sink_tokens=4
     ),
+    "hopper_bf16_d128_tree_splits": row(
+        HOPPER, "bf16", (128, 128), "bottom_right", {**GROUPS, "pack_gqa": 2, "num_splits": 8}, ROW_SUMS,
+        page_size=16, tree=True
+    ),
     "hopper_e4m3_d128_one_tile_of_weights": row(
         HOPPER, "e4m3", (128, 128), "bottom_right", {**GROUPS, "ping_pong": True, "p_stages": 1}
     ),
@@ -254,6 +258,7 @@ COMBINATIONS = {
     "masked_bf16_d128_packed_large_pages": row(
         MASKED, "bf16", (128, 128), "bottom_right", WIDE, packed=1, page_size=256
     ),
+    "masked_bf16_d64_tree": row(MASKED, "bf16", (64, 64), "none", WIDE, packed=1, page_size=16, tree=True),
     "masked_bf16_d64_alibi": row(MASKED, "bf16", (64, 64), "bottom_right", WIDE, alibi=True),
     "masked_bf16_d64_boolean": row(MASKED, "bf16", (64, 64), "none", WIDE, bias=Bias.BOOLEAN),
     "masked_bf16_d128_full_blocks": row(MASKED, "bf16", (128, 128), "none", WIDE, block_mask=128),
@@ -288,6 +293,7 @@ COMBINATIONS = {
     "decode_bf16_d128_early": row(
         DECODE, "bf16", (128, 128), "bottom_right", {**PARTS, "early_combine": True, "early_start": True}
     ),
+    "decode_bf16_d128_tree": row(DECODE, "bf16", (128, 128), "none", PARTS, page_size=16, tree=True),
     "decode_bf16_d64_packed_pages": row(
         DECODE, "bf16", (64, 64), "bottom_right", {**PARTS, "num_stages": 5}, ROW_SUMS, packed=1,
         page_size=16, kv_dtype=KvDtype.INT8, kv_scale=KvScale.PAGE, window_left=1024, sink_tokens=4

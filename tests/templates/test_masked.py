@@ -39,6 +39,7 @@ ASKED: dict[str, dict[str, Any]] = {
     "packed": {"packed": 1024},
     "lengths": {"kv_lengths": True},
     "pages": {"page_size": 64},
+    "tree": {"tree": True},
     "int8": {"kv_dtype": KvDtype.INT8, "kv_scale": KvScale.HEAD},
     "int8_pages": PAGES,
     "e4m3": {"kv_dtype": KvDtype.E4M3},

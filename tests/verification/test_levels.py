@@ -162,7 +162,7 @@ def test_all_supported_features_and_pairs_are_drawn() -> None:
 
 def test_hopper_kernels_of_8_bit_pages_are_drawn_with_other_features() -> None:
     drawn = {subject.problem.features for subject in SUBJECTS if subject.family == "forward_hopper"}
-    others = {"window", "sink_tokens", "chunk", "prefix", "softcap", "alibi", "sinks"}
+    others = {"window", "sink_tokens", "chunk", "prefix", "softcap", "alibi", "sinks", "tree"}
     expected = {STORED_PAGES, STORED_PAGES | {Feature.PACKED}}
     expected |= {STORED_PAGES | {Feature(other)} for other in others}
     expected |= {STORED_PAGES | {Feature(other), Feature.PACKED} for other in others}

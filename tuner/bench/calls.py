@@ -43,6 +43,8 @@ def require_call(problem: Problem) -> None:
         reason = "packed sequences have their lengths in offsets: leave kv_lengths out"
     elif (problem.packed or problem.page_size) and features & {Feature.BIAS, Feature.BLOCK_MASK}:
         reason = "calls of packed sequences and pages take no bias and no block mask"
+    elif problem.tree and not problem.page_size:
+        reason = "calls take tree masks with pages: add page_size=16"
     elif problem.dtype.is_quantized and features:
         reason = f"calls with features take no queries in {problem.dtype}"
     elif problem.kv_dtype and problem.kv_scale is KvScale.PAGE and not problem.page_size:
@@ -116,7 +118,7 @@ def _packed(problem: Problem, tensors: Tensors) -> ProgramCall:
 def _paged(problem: Problem, tensors: Tensors) -> ProgramCall:
     side = tensors.side
     k, v = (pages.transpose(1, 2) for pages in (tensors.k, tensors.v))
-    named: dict[str, Tensor | BlockMask | None] = {"cu_seqlens_q": side.cu_seqlens_q}
+    named: dict[str, Tensor | BlockMask | None] = {"cu_seqlens_q": side.cu_seqlens_q, "tree_mask": side.tree}
     options = {"value_head_dim": problem.value_head_dim} if problem.mla else {}
     q, heads_first = tensors.q.transpose(1, 2), _swapped
     if problem.packed:

@@ -16,7 +16,9 @@ from flashtune.tuner.execution.inputs import Tensors
 
 # Features that FlexAttention cannot express, or only with copies of the cache. With sinks, its rounded output
 # would be multiplied and rounded again, so that the error exceeds the tolerance.
-REFUSED = frozenset({Feature.PAGES, Feature.QUANTIZED_KV, Feature.MLA, Feature.DROPOUT, Feature.SINKS})
+REFUSED = frozenset(
+    {Feature.PAGES, Feature.QUANTIZED_KV, Feature.MLA, Feature.DROPOUT, Feature.SINKS, Feature.TREE}
+)
 # Masks of these differ between sequences, or between heads.
 OF_SEQUENCES = frozenset({Feature.KV_LENGTHS, Feature.PREFIX})
 OF_HEADS = frozenset({Feature.BIAS, Feature.BLOCK_MASK})

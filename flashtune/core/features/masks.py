@@ -53,6 +53,16 @@ def seen_pairs(fields: FeatureFields, inputs: ExtraInputs, rows: Tensor, keys: i
     return blocks[:, :, rows // size].repeat_interleave(size, -1)[..., :keys]
 
 
+def seen_newest(tree: Tensor, places: Tensor) -> Tensor:
+    """Returns whether rows see keys by a tree mask, bool [sequences, rows, keys].
+
+    `tree` has the rows, [sequences, rows, seqlen_q]. `places` are the numbers of the keys relative to the
+    first of the newest ones, [sequences | 1, 1, keys].
+    """
+    columns = places.clamp(0, max(0, tree.shape[-1] - 1)).expand(*tree.shape[:2], -1)
+    return tree.gather(-1, columns) | (places < 0)
+
+
 def seen_blocks(counts: Tensor, indices: Tensor, key_blocks: int) -> Tensor:
     """Returns whether blocks of queries see blocks of keys, bool [..., query blocks, key_blocks].
 

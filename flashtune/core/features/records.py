@@ -28,6 +28,7 @@ class Feature(enum.StrEnum):
     PREFIX = "prefix"
     CHUNK = "chunk"
     BLOCK_MASK = "block_mask"
+    TREE = "tree"
     PACKED = "packed"
     KV_LENGTHS = "kv_lengths"
     PAGES = "pages"
@@ -114,6 +115,8 @@ class FeatureFields(PlainProblem, frozen=True, kw_only=True):
     dropout: bool = False
     # Whether gradients must be reproducible bit for bit. Without effect on the forward pass.
     deterministic: bool = False
+    # Whether a mask has the pairs of a sequence's queries and of its newest keys, as many as queries.
+    tree: bool = False
 
 
 class ExtraInputs(NamedTuple):
@@ -144,6 +147,10 @@ class ExtraInputs(NamedTuple):
     # longest list]. Elements after a list's count are ignored.
     block_indices: Tensor | None = None
     seed: Tensor | None = None  # The seed of dropout: int64 [1].
+    # Whether query i of a sequence of n queries sees key j of its last n keys: bool [batch, seqlen_q,
+    # seqlen_q], last dimension contiguous, others of any stride. Shorter sequences use the first n rows and
+    # columns.
+    tree: Tensor | None = None
     softcap: float | None = None  # Scores s become softcap · tanh(s / softcap).
     dropout: float | None = None  # The fraction of probabilities that are dropped.
 

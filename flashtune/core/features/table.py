@@ -53,6 +53,8 @@ MAX_BIAS = 2**30
 VISIBLE_SHARE = 0.7
 # A typical prefix is a quarter of the keys.
 PREFIX_PART = 4
+# Drafts of a query in a typical tree.
+TREE_WIDTH = 2
 # In a typical block mask, a query block sees one in so many of the key blocks that other masks leave visible.
 BLOCK_PART = 4
 
@@ -144,6 +146,17 @@ def _usual_blocks(call: Call) -> dict[str, Any]:
         "block_counts": counts.expand(fields.batch, lists, -1),
         "block_indices": indices.expand(fields.batch, -1, -1, -1),
     }
+
+
+def _usual_tree(call: Call) -> dict[str, Any]:
+    """Returns the mask of a binary tree: a query sees itself and its ancestors. Sequences share it."""
+    import torch
+
+    queries = call.fields.seqlen_q
+    seen = torch.eye(queries, dtype=torch.bool)
+    for query in range(1, queries):
+        seen[query] |= seen[(query - 1) // TREE_WIDTH]
+    return {"tree": seen.to(call.device).expand(call.fields.batch, -1, -1)}
 
 
 def _usual_dropout(call: Call) -> dict[str, Any]:
@@ -294,6 +307,16 @@ FEATURES: Mapping[Feature, Description[FeatureFields, ExtraInputs]] = {
         keys={"page_size": "keys of a page of the cache: a power of two up to 256"},
         tensors=(TensorInput("block_table", "block_table", "int32"),),
         is_mask=True,
+    ),
+    Feature.TREE: Description(
+        title="Masks of the newest keys, for trees of drafts (`tree_mask`)",
+        example="tree",
+        word="tree",
+        fields=("tree",),
+        keys={"tree": "flag: a mask of the newest keys of a sequence, as many as it has queries"},
+        tensors=(TensorInput("tree", "tree_mask", "bool", ("batch", "queries", "queries")),),
+        is_mask=True,
+        usual=_usual_tree,
     ),
     Feature.QUANTIZED_KV: Description(
         title="KV caches in e4m3 or int8, with wider queries",

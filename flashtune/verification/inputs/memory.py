@@ -185,6 +185,11 @@ def _place_extra_inputs(
             ("block_indices", side.block_indices, -1),
         ):
             copies[name] = placing.integers(lists.flatten(0, -2), hostile).unflatten(0, lists.shape[:-1])
+    if side.tree is not None:
+        # Rows have a stride of their own, and lie between those of no sequence.
+        shape = (1, *side.tree.shape)
+        copy = guarded(shape, torch.bool, Alignment.ANY, Layout.BHSD, device, Role.INPUT, spare=1)
+        copies["tree"] = placing.keep(copy._replace(view=copy.view[0]), side.tree)
     if side.seed is not None:
         copies["seed"] = placing.keep(guarded_flat((1,), device, Role.INPUT, torch.int64), side.seed)
     for name, tensor in zip(TENSORS, side.optional_tensors, strict=True):

@@ -36,6 +36,8 @@ ROWS_OF_A_REGION, BLOCKS_OF_A_REGION = 256, 2
 HIDDEN_REGIONS, FULL_REGIONS, HAVE_FULL = 0.3, 0.7, 0.5
 # Share of visible blocks of a block mask, and shares of its lists without any block and with all blocks.
 VISIBLE_BLOCKS, EMPTY_LISTS, FULL_LISTS = 0.5, 0.1, 0.2
+# Share of keys that a tree mask leaves visible, and shares of its rows without and with all of its keys.
+VISIBLE_DRAFTS, EMPTY_DRAFTS, FULL_DRAFTS = 0.5, 0.1, 0.2
 # Largest bias in elements. Beyond, sequences share one bias, and then heads do.
 MAX_BIAS = 2**28
 # Scales of pages, or heads, differ by up to this power of two.
@@ -211,12 +213,23 @@ def _lists(draw: Draw) -> dict[str, Tensor]:
     return {name: tensor.to(draw.generator.device) for name, tensor in made.items()}
 
 
+def _tree(draw: Draw) -> dict[str, Tensor]:
+    """Returns random masks of the newest keys, bool [batch, seqlen_q, seqlen_q], some rows full or empty."""
+    problem, generator = draw.problem, aside(draw.generator, 8)
+    shape = (problem.batch, problem.seqlen_q, problem.seqlen_q)
+    row = torch.rand(*shape[:2], 1, generator=generator)
+    seen = torch.rand(shape, generator=generator) < VISIBLE_DRAFTS
+    seen = (seen | (row < FULL_DRAFTS)) & (row < 1.0 - EMPTY_DRAFTS)
+    return {"tree": seen.to(draw.generator.device)}
+
+
 MAKERS: Mapping[Feature, Callable[[Draw], dict[str, Any]]] = {
     Feature.ALIBI: _slopes,
     Feature.BIAS: _bias,
     Feature.SINKS: _sinks,
     Feature.PREFIX: _prefixes,
     Feature.BLOCK_MASK: _lists,
+    Feature.TREE: _tree,
     Feature.DROPOUT: _dropout,
     Feature.SOFTCAP: _cap,
 }

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flashtune.core.features.masks import both, seen_blocks, seen_keys
+from flashtune.core.features.masks import both, seen_blocks, seen_keys, seen_newest
 from flashtune.core.features.records import ExtraInputs
 from flashtune.core.problem import Bias, BlockLists, Causal, Problem
 from flashtune.request.dropout import kept_weights
@@ -54,7 +54,7 @@ def distinct_masks(lengths: Lengths, side: ExtraInputs, some: Rows) -> Masks:
     """Returns the masks of some heads: one for all or a sequence; with a bias or block mask one per head."""
     if side.bias is not None or side.block_counts is not None:
         return Masks(some, torch.arange(len(some.batch)))
-    if not _differ(lengths) and side.prefix is None:
+    if not _differ(lengths) and side.prefix is None and side.tree is None:
         return Masks(Rows(some.batch[:1], some.head[:1], some.rows), torch.zeros_like(some.batch))
     batch, of_head = some.batch.unique(return_inverse=True)
     return Masks(Rows(batch, torch.zeros_like(batch), some.rows), of_head)
@@ -105,11 +105,20 @@ def unhidden_keys(
     seen = visible_keys(problem, lengths, some.batch, some.rows, side, device)
     if side.block_counts is not None:
         seen = both(seen, _block_keys(problem, side, some).to(device))
+    if side.tree is not None:
+        seen = both(seen, _newest_keys(problem, lengths, side.tree, some).to(device))
     if side.bias is None:
         return seen
     picked = bias_of(problem, side.bias, some).to(device)
     # Minus infinity times zero is NaN, which converts to True. A comparison would load another CUDA kernel.
     return seen & (picked if problem.bias is Bias.BOOLEAN else ~(picked * 0).bool())
+
+
+def _newest_keys(problem: Problem, lengths: Lengths, tree: Tensor, some: Rows) -> Tensor:
+    """Returns the keys that a tree mask leaves visible, [heads, rows, keys], on the CPU."""
+    queries, keys = _lengths(lengths, some.batch, torch.device("cpu"))
+    places = torch.arange(problem.seqlen_kv) - (keys - queries)
+    return seen_newest(tree.cpu()[some.batch][:, some.rows], places.view(-1, 1, problem.seqlen_kv))
 
 
 def _block_keys(problem: Problem, side: ExtraInputs, some: Rows) -> Tensor:

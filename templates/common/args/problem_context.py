@@ -58,6 +58,8 @@ def problem_values(problem: Problem, **changes: int) -> dict[str, Any]:
         "page_size": problem.page_size,
         "is_paged": problem.page_size > 0,
         "dropout": problem.dropout,
+        # A mask has the pairs of a sequence's queries and of its newest keys.
+        "tree": problem.tree,
     }
 
 

@@ -18,16 +18,17 @@ SIDE_STRIDES = {
     "block_indices": ("stride_indices_b", "stride_indices_h", "stride_indices_q"),
     "k_scale": ("stride_k_scale_p", "stride_k_scale_h"),
     "v_scale": ("stride_v_scale_p", "stride_v_scale_h"),
+    "tree": ("stride_tree_b", "stride_tree_s"),
 }
 
 # Tensors that may exceed 2^31 elements where q, k, v and out do not.
-WIDE = ("bias", "block_indices")
+WIDE = ("bias", "block_indices", "tree")
 
 
 def side_tensors(problem: Problem) -> Arguments:
     """Returns pointers to the side tensors, in the order of `ExtraInputs`."""
     bias = "*i1" if problem.bias is Bias.BOOLEAN else pointer_type(problem.dtype)
-    kinds = {"float32": "*fp32", "int32": "*i32", "int64": "*i64", None: bias}
+    kinds = {"float32": "*fp32", "int32": "*i32", "int64": "*i64", "bool": "*i1", None: bias}
     names = {tensor.name for feature in problem.features for tensor in FEATURES[feature].tensors}
     if problem.page_size:
         # Pages always have lengths, and offsets of queries only.

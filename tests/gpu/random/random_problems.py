@@ -198,6 +198,7 @@ DRAWN: dict[Feature, Draw] = {
     Feature.PACKED: lambda *_: {"packed": 2},
     Feature.KV_LENGTHS: lambda *_: {"kv_lengths": True},
     Feature.PAGES: lambda chance, _: {"page_size": chance.choice(PAGE_SIZES)},
+    Feature.TREE: lambda *_: {"tree": True},
     Feature.QUANTIZED_KV: _stored,
     Feature.MLA: lambda *_: {"mla": True},
     Feature.DROPOUT: lambda *_: {"dropout": True},

@@ -30,6 +30,8 @@ SORTED = subject(
 FIRST = subject(a_small_problem(64, ROW, sink_tokens=70, window_left=100), lse=True, block_n=64)
 PREFIX = subject(a_small_problem(64, ROW, batch=3, prefix=True), lse=True)
 PREFIX_WINDOW = subject(a_small_problem(64, ROW, batch=3, prefix=True, window_left=50), lse=True, block_n=64)
+TREE = subject(a_small_problem(64, ROW, batch=3, seqlen_q=100, tree=True), lse=True)
+TREE_PACKED = subject(a_small_problem(64, FULL, batch=3, packed=1200, tree=True), lse=True)
 LENGTHS = subject(a_small_problem(64, FULL, batch=3, value_head_dim=128, kv_lengths=True), lse=True)
 
 CAP = "s = cap_scores(s, cap_factor)"
@@ -38,7 +40,7 @@ ROW_TERM = "row_max -= slope * (positions + diagonal - origin).to(gl.float32)"
 
 def features() -> tuple[Mutant, ...]:
     """All mutants of this file."""
-    return (*_caps(), *_slopes(), *_sinks(), *_chunks(), *_lifted(), *_lengths())
+    return (*_caps(), *_slopes(), *_sinks(), *_chunks(), *_lifted(), *_trees(), *_lengths())
 
 
 def _caps() -> tuple[Mutant, ...]:
@@ -129,6 +131,23 @@ def _lifted() -> tuple[Mutant, ...]:
             ("prefix: beyond the keys",
              "full_max = gl.maximum(key_stop(this, m_start + diagonal), 0) // BLOCK_N",
              "full_max = n_last + 1"),
+        )),
+    )  # fmt: skip
+
+
+def _trees() -> tuple[Mutant, ...]:
+    last, reach = "columns < seqlen_q - first", "* BLOCK_N > newest"
+    return (
+        *mutants_of(TREE, (
+            ("tree: of the first sequence", "this.batch.to(gl.int64) * stride_tree_b", "this.batch * 0"),
+            ("tree: rows of the tile", "gl.minimum(positions, this", "gl.minimum(positions - m_start, this"),
+            ("tree: a block with older keys", f"(n_block + 1) {reach}", f"n_block {reach}"),
+            ("tree: the first newest key", "columns >= 0 - first", "columns > 0 - first"),
+            ("tree: the last newest key", last, "columns < seqlen_q - 1 - first"),
+            ("tree: one key earlier", "newest = this.seqlen_kv - this", "newest = this.seqlen_kv - 1 - this"),
+        )),
+        *mutants_of(TREE_PACKED, (
+            ("tree: strides of short sequences", "* stride_tree_s", "* this.seqlen_q"),
         )),
     )  # fmt: skip
 

@@ -18,7 +18,7 @@ PAIRED, SINGLE = 64, 32
 
 def rows(size: Size) -> tuple[Mutant, ...]:
     """All that run anywhere."""
-    return (*windows(size), *chunks(size), *changed(size), *biases(size), *sinks(size))
+    return (*windows(size), *chunks(size), *trees(size), *changed(size), *biases(size), *sinks(size))
 
 
 def windows(size: Size) -> tuple[Mutant, ...]:
@@ -51,6 +51,16 @@ def chunks(size: Size) -> tuple[Mutant, ...]:
         ("blocks of the last query's chunk",
          begin, "first_position = (tile * BLOCK_M + BLOCK_M - 1) // group_size"),
         ("parts of a band from the start", "tl.range(n_min + first, n_min + last,", "tl.range(first, last,"),
+    ))  # fmt: skip
+
+
+def trees(size: Size) -> tuple[Mutant, ...]:
+    """A mask of the newest keys."""
+    return mutants_of(size.decoding(tree=True), (
+        ("tree of the first sequence", "sequence.to(tl.int64) * stride_tree_b", "sequence * 0"),
+        ("tree one key earlier", "newest = seqlen_kv - seqlen_q", "newest = seqlen_kv - seqlen_q - 1"),
+        ("tree of the first query", "queries * stride_tree_s", "queries * 0"),
+        ("tree hidden", "visible &= tl.load(tree_rows", "tl.load(tree_rows"),
     ))  # fmt: skip
 
 

@@ -12,13 +12,14 @@ FULL_MAX = "tl.maximum(key_stop(first_position, seqlen_kv), 0)"
 OPEN_BEGIN = "n_full_min = tl.cdiv(key_start(last_position), BLOCK_N)"
 LEFT_BLOCKS = "tl.cdiv(tl.maximum(left_keys, 0), BLOCK_N)"
 RIGHT_BLOCKS = "tl.cdiv(tl.maximum(n_max - n_right_min, 0), BLOCK_N)"
+TREE_BLOCKS = "tl.minimum(n_full_max, tl.maximum(seqlen_kv - seqlen_q, 0)"
 PREFIX = "tl.minimum(tl.load(prefix + sequence), seqlen_kv)"
 CHUNK_END = "tl.where(position < 0, 0, position // CHUNK * CHUNK + CHUNK)"
 
 
 def borders(size: Size) -> tuple[Mutant, ...]:
     """All of them."""
-    return (*windows(size), *blocks(size), *right_sides(size), *prefixes(size), *chunks(size))
+    return (*windows(size), *blocks(size), *right_sides(size), *prefixes(size), *chunks(size), *trees(size))
 
 
 def windows(size: Size) -> tuple[Mutant, ...]:
@@ -112,3 +113,16 @@ def chunks(size: Size) -> tuple[Mutant, ...]:
              CHUNK_END, "tl.maximum(position, 0) // CHUNK * CHUNK + CHUNK"),
         )),
     )  # fmt: skip
+
+
+def trees(size: Size) -> tuple[Mutant, ...]:
+    """A mask of the newest keys, over blocks that a tile sees in full without it."""
+    subject = size.masked(causal=Causal.NONE, tree=True)
+    return mutants_of(subject, (
+        ("tree of the first sequence", "sequence.to(tl.int64) * stride_tree_b", "sequence * 0"),
+        ("tree one key earlier", "newest = seqlen_kv - seqlen_q", "newest = seqlen_kv - seqlen_q - 1"),
+        ("tree without its first key", "drafts >= 0", "drafts > 0"),
+        ("tree without its last key", "drafts < seqlen_q)", "drafts < seqlen_q - 1)"),
+        ("tree of the tile's rows", "bias_queries * stride_tree", "(queries - first_query) * stride_tree"),
+        ("blocks of the tree taken as open", TREE_BLOCKS, "(n_max"),
+    ))  # fmt: skip

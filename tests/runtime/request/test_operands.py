@@ -107,6 +107,7 @@ CASES = {
         ("block_size",),
     ),
     "pages": Case({"scale": 0.3}, {"scale": 0.3}, ("block_table", "kv_layout"), "pages"),
+    "tree": Case({}, {"tree_mask": torch.ones(2, 1, 1, dtype=torch.bool)}, ("tree",), "pages"),
     "pages of 8 bits": Case(
         {"scale": 0.3},
         {"scale": 0.3, "k_scale": CACHE_SCALE, "v_scale": CACHE_SCALE},

@@ -53,6 +53,9 @@ COMPILED = {
     "d128, pages of 16 in e4m3": case(a_problem(128, **CAUSAL, packed=1, page_size=16, kv_dtype=E4M3), True),
     "d128, pages of 8": case(a_problem(128, packed=1, page_size=8), False),
     "d128, pages of 1": case(a_problem(128, **CAUSAL, kv_heads=2, packed=1, page_size=1), True),
+    "d128, tree in pages of 16": case(
+        a_problem(128, **CAUSAL, kv_heads=2, page_size=16, tree=True), True, pack_gqa=4
+    ),
     "d64, pages of 4": case(a_problem(64, kv_heads=2, page_size=4), True),
     "d96, pages of 2": case(a_problem(96, 80, page_size=2), False),
     "d256, pages of 1": case(a_problem(256, **CAUSAL, packed=1, page_size=1), True),

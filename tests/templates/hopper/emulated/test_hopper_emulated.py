@@ -127,6 +127,9 @@ def score_inputs(problem: Problem, lengths: list[tuple[int, int]] | None) -> Ext
     if problem.prefix:
         prefix = [count * (index % 4) // 5 for index, count in enumerate(keys, 1)]
         side = side._replace(prefix=torch.tensor(prefix).int())
+    if problem.tree:
+        queries = problem.seqlen_q if lengths is None else max(pair[0] for pair in lengths)
+        side = side._replace(tree=a_tree(batch, queries))
     if problem.softcap:
         side = side._replace(softcap=1.5)
     if problem.alibi:
@@ -137,6 +140,14 @@ def score_inputs(problem: Problem, lengths: list[tuple[int, int]] | None) -> Ext
     if problem.bias is not Bias.NONE:
         side = side._replace(bias=a_bias(problem))
     return with_lists(side, listed_blocks(problem)) if problem.block_mask else side
+
+
+def a_tree(batch: int, queries: int) -> torch.Tensor:
+    """Random masks of the newest keys, with a row of none and a row of all."""
+    seen = torch.rand(batch, queries, queries, generator=torch.Generator().manual_seed(queries)) < 0.5
+    seen[:, queries // 3 : queries // 3 + 1] = False
+    seen[:, queries // 2 : queries // 2 + 1] = True
+    return seen
 
 
 def listed_blocks(problem: Problem) -> torch.Tensor:

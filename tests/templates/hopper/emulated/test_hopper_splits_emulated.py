@@ -87,7 +87,11 @@ def test_packed_sequences(config: dict[str, Any], causal: Causal) -> None:
 def test_pages(config: dict[str, Any], page: int, packed: bool) -> None:
     lengths = pages.MIXED if packed else pages.EQUAL
     features: dict[str, Any]
-    for features in ({}, {"window_left": 70, "sink_tokens": 65}, {"sinks": True, "causal": Causal.NONE}):
+    for features in (
+        {},
+        {"window_left": 70, "sink_tokens": 65},
+        {"sinks": True, "tree": True, "causal": Causal.NONE},
+    ):
         problem = pages.a_paged(page, packed=packed, **features)
         own = {**config, "pack_gqa": 1 if packed else 2}
         assert pages.worst_error(kernel_of(problem, **own), problem, lengths) < 1e-12, features
