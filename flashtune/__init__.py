@@ -12,6 +12,7 @@
 - `flashtune.quantize` converts inputs to 8-bit floats.
 - `flashtune.PagedKVCache` stores keys and values of growing sequences.
 - `flashtune.record_calls` counts the calls of a program.
+- `flashtune.set_batch_invariant` makes all calls batch-invariant.
 - `flashtune.check_ranks` checks that ranks dispatch alike. `flashtune.table_hash` is a hash of their tables.
 
 All errors are subclasses of `flashtune.FlashtuneError`.
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from flashtune.core.notices import FlashtuneWarning
     from flashtune.dispatch.platform import table_hash
     from flashtune.kv_cache.cache import PagedKVCache
+    from flashtune.request.invariance import set_batch_invariant
     from flashtune.request.quantization import quantize
     from flashtune.runtime.session import record_calls
 
@@ -84,6 +86,7 @@ __all__ = [
     "plan_varlen",
     "quantize",
     "record_calls",
+    "set_batch_invariant",
     "table_hash",
 ]
 
@@ -100,6 +103,7 @@ _MODULES = {
     "flashtune.dispatch.platform": ("table_hash",),
     "flashtune.kv_cache.cache": ("PagedKVCache",),
     "flashtune.runtime.session": ("record_calls",),
+    "flashtune.request.invariance": ("set_batch_invariant",),
     "flashtune.request.quantization": ("quantize",),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}

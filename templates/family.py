@@ -29,6 +29,25 @@ Arguments: TypeAlias = tuple[Argument, ...]
 BytesItems: TypeAlias = tuple[BytesItem, ...]
 
 
+# Keys of a split of batch-invariant kernels.
+ORDERED_KEYS = 1024
+
+
+class NumericOrder(msgspec.Struct, frozen=True):
+    """The order of a kernel's arithmetic on one row, which determines the bits of its result.
+
+    A row sees blocks of keys in descending order. Blocks and splits are counted from key 0 of its sequence.
+    """
+
+    split_keys: int  # Keys of a split, which is summed alone. Splits are then combined one by one.
+    block_n: int  # Keys of a block, of which one maximum is taken.
+    conditional_rescale: bool  # Sums are rescaled only if a maximum grew by much.
+    split_head_dim: bool  # Products sum over several tiles of the head dim.
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}={getattr(self, name)}" for name in self.__struct_fields__)
+
+
 class PerformanceModel(Protocol[C_contra]):
     """The performance model of a family: minimum SRAM, makespan and HBM traffic of each config."""
 
@@ -118,6 +137,13 @@ class FamilyOf(PerformanceModel[C_contra], Protocol[C_contra]):
         """Returns the kernel's run-time arguments, in order, for this specialisation."""
         ...
 
+    def numeric_order(self, problem: Problem, config: C_contra | None = None) -> NumericOrder | None:
+        """Returns the order of a config's arithmetic, by default that of all batch-invariant kernels.
+
+        It does not depend on extents, masks, packing and pages. None if the family promises none.
+        """
+        return None
+
     def options(self, config: C_contra) -> LaunchOptions:
         """Returns the compiler's options."""
         return LaunchOptions(config.num_warps, config.num_stages, getattr(config, "maxnreg", 0))
@@ -173,4 +199,8 @@ def unsupported_reason(
         return f"{family.name} cannot address tensors with such strides or addresses"
     if reason is None and config is not None and not family.can_load(config, narrowest, specialization):
         return f"{family.name} has another config for tensors with such strides or addresses"
+    if reason is None and problem.batch_invariant and config is not None:
+        order = family.numeric_order(problem)
+        if order is None or family.numeric_order(problem, config) != order:
+            return f"{family.name} has a config of another order of arithmetic than {order}"
     return reason

@@ -88,6 +88,7 @@ ASKED: dict[Feature, tuple[dict[str, Any], ...]] = {
     Feature.MLA: ({"mla": True},),
     Feature.DROPOUT: ({"dropout": True},),
     Feature.DETERMINISTIC: ({"deterministic": True},),
+    Feature.BATCH_INVARIANT: ({"batch_invariant": True},),
 }
 
 

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from flashtune.core.features.table import NUMBER_INPUTS
 from flashtune.request.call import CausalOption, DenseOptions, LayoutOption, PreferOption, dense_call
+from flashtune.request.invariance import is_batch_invariant
 from flashtune.request.request import Result
 from flashtune.runtime.call_cache import known_executor
 from flashtune.runtime.torch_modes import is_compiling
@@ -88,6 +89,8 @@ def attention(
             outside of training. The log-sum-exp ignores dropout.
         deterministic: Whether gradients must be bit-identical between runs.
             torch.use_deterministic_algorithms(True) has the same effect. The output is always bit-identical.
+        batch_invariant: Whether the bits of a row must not depend on the batch, as docs/invariance.md defines
+            it. By default False, or the value of `flashtune.set_batch_invariant`. Gradients are not included.
         **features: The arguments above that are not in the signature.
 
     Returns:
@@ -102,7 +105,7 @@ def attention(
             is "generated" and no kernel compiles or loads on this GPU.
         VerificationError: `prefer` is "generated" and the kernels are wrong on this GPU.
     """
-    if not (features and _have_effect(features)):
+    if not ((features and _have_effect(features)) or is_batch_invariant()):
         if is_compiling() and type(return_lse) is bool and type(deterministic) is bool:
             return call_plain_operator(q, k, v, causal, scale, layout, return_lse, prefer, deterministic)
         executor = known_executor(q, k, v, causal, scale, layout, return_lse, prefer, deterministic)

@@ -28,6 +28,7 @@ from flashtune.request.request import Prefer, Request
 from flashtune.runtime.call_key import unsigned
 from flashtune.runtime.session import SESSION
 from flashtune.templates.config_text import config_text
+from flashtune.templates.registry import find_family
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
@@ -238,6 +239,8 @@ def _record_lines(selection: Selection) -> list[str]:
     label = config_text(record) or "no config"
     source = SOURCES.get(selection.source, selection.source)
     lines = [f"  {source} record of {record.problem.key}: {record.family}, {label}; {selection.standing}"]
+    if record.problem.batch_invariant:
+        lines.append(f"  order of arithmetic: {find_family(record.family).numeric_order(record.problem)}")
     if record.measurement is not None:
         lines.append(f"  measured there: {_times_in_words(record.measurement.ms, record.measurement.peers)}")
         for shared in record.measurement.shared or ():

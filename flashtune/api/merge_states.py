@@ -106,6 +106,10 @@ def shared_calls(call: Call) -> tuple[Call, ...]:
         ProblemError: The call cannot be split.
     """
     require_tensors(call)
+    if call.options.batch_invariant:
+        raise ProblemError(
+            "a shared prefix changes the bits of rows: leave out shared_prefix or batch_invariant"
+        )
     check_kinds(call.side, call.q.device)
     tokens, pages = call.shared_prefix, _shared_pages(call, call.shared_prefix)
     call = call._replace(shared_prefix=0)

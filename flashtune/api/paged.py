@@ -83,7 +83,8 @@ def attention_paged(
             q_len], with cu_seqlens_q [batch, max_seqlen_q, max_seqlen_q]: whether query i sees the key of
             query j. All see older keys. A sequence of n queries uses its first n rows and columns.
             Also `window`, `softcap`, `alibi_slopes`, `sinks`, `sink_tokens`, `prefix_lengths`, `chunk`,
-            `scale` and `prefer` as in `attention`. `k_scale` and `v_scale` of an 8-bit cache are float32 [1],
+            `scale`, `prefer` and `batch_invariant` as in `attention`. `k_scale` and `v_scale` of an 8-bit
+            cache are float32 [1],
             [kv_heads] or [pages, kv_heads].
 
     Returns:

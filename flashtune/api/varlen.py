@@ -80,8 +80,8 @@ def attention_varlen(
             than its rounded value have no effect.
         return_lse: Whether to return the log-sum-exp of each row too.
         **options: `causal`, `window`, `softcap`, `alibi_slopes`, `sinks`, `sink_tokens`, `prefix_lengths`,
-            `chunk`, `scale`, `prefer`, `k_scale`, `v_scale`, `dropout_p` and `deterministic`, as in
-            `attention`.
+            `chunk`, `scale`, `prefer`, `k_scale`, `v_scale`, `dropout_p`, `deterministic` and
+            `batch_invariant`, as in `attention`.
 
     Returns:
         The output [total_q, heads, value_head_dim] in q's type. With `return_lse`, also the natural

@@ -5,8 +5,8 @@ backend is then selected by name:
 
     python -m sglang.launch_server --model-path MODEL --attention-backend flashtune --page-size 64
 
-It is not in SGLang's list of deterministic backends: other requests of a batch can change the bits of a
-result. The number of splits of the keys depends on the batch and its longest sequence.
+It is in SGLang's lists of deterministic backends: with --enable-deterministic-inference, other requests of a
+batch and cached prefixes do not change the bits of a result. This needs an sm_90 GPU.
 """
 
 from flashtune.core.errors import UsageError
@@ -16,6 +16,12 @@ from flashtune.integrations.sglang_backend import LEAST, make_backend
 
 NAME = "flashtune"
 CHOICES = "sglang.srt.arg_groups.choices"
+# All backends, and those for deterministic inference, without and with cached prefixes.
+ADDERS = (
+    "add_attention_backend_choices",
+    "add_deterministic_attention_backend_choices",
+    "add_radix_supported_deterministic_attention_backend_choices",
+)
 REGISTRY = "sglang.srt.layers.attention.attention_registry"
 
 
@@ -26,10 +32,11 @@ def register() -> None:
         UsageError: SGLang is missing, too old or too new.
     """
     names = host_attribute(CHOICES, "ATTENTION_BACKEND_CHOICES", LEAST)
-    add_names = host_attribute(CHOICES, "add_attention_backend_choices", LEAST)
+    adders = [host_attribute(CHOICES, name, LEAST) for name in ADDERS]
     register_backend = host_attribute(REGISTRY, "register_attention_backend", LEAST)
     if NAME not in names:
-        add_names([NAME])
+        for add_names in adders:
+            add_names([NAME])
     register_backend(NAME)(make_backend)
 
 

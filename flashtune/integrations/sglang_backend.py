@@ -64,6 +64,7 @@ class ServingBackend:
         if reason is not None:
             raise UsageError(f"flashtune's attention backend {reason}")
         self.page_size = runner.page_size
+        self._is_invariant = bool(runner.server_args.enable_deterministic_inference)
         self.kv_cache_dtype = runner.kv_cache_dtype
         self.token_to_kv_pool = runner.token_to_kv_pool
         self._req_to_token = runner.req_to_token_pool.req_to_token
@@ -190,6 +191,8 @@ class ServingBackend:
         causal = layer.attn_type.value not in BOTH_WAYS
         window = layer.sliding_window_size
         options: dict[str, Any] = {"scale": layer.scaling, "causal": causal, "softcap": layer.logit_cap}
+        if self._is_invariant:
+            options["batch_invariant"] = True
         options |= window_of(window if window is not None and window > -1 else None, causal)
         if layer.use_irope and self._chunk is not None:
             options["chunk"] = self._chunk

@@ -7,6 +7,7 @@ The classes here have no base classes. Their subclasses that extend vLLM's are m
 # ruff: noqa: ARG002, ARG003, ARG004
 
 import copy
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -51,6 +52,13 @@ SMALLEST_PAGE = 16
 DECODER = "decoder"
 ENCODERS = ("encoder", "encoder_only")
 ATTENTION_TYPES = (DECODER, *ENCODERS, "encoder_decoder")
+# The compute capability of batch-invariant kernels.
+INVARIANT = (9, 0)
+
+
+def is_invariant() -> bool:
+    """Returns whether vLLM's switch for batch invariance is set."""
+    return bool(int(os.environ.get("VLLM_BATCH_INVARIANT") or "0"))
 
 
 def host_classes() -> dict[str, Any]:
@@ -121,8 +129,8 @@ class Configurations:
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:
-        """Returns False: the number of splits of the keys depends on the batch and its longest sequence."""
-        return False
+        """Returns True: with `VLLM_BATCH_INVARIANT=1`, calls of all layers are batch-invariant."""
+        return True
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
@@ -150,6 +158,8 @@ class Configurations:
         """Returns why the type of the cache does not go with the model's type or the GPU, or None."""
         if PLAIN.get(kv_cache_dtype or "", dtype) is not dtype:
             return f"a KV cache of {kv_cache_dtype} needs a model of this type"
+        if is_invariant() and tuple(device_capability) != INVARIANT:
+            return "batch-invariant kernels need sm_90"
         if kv_cache_dtype in E4M3 and tuple(device_capability) < (8, 9):
             return "a KV cache in fp8 needs sm_89 or newer"
         return None
@@ -314,6 +324,9 @@ class LayerAttention:
         self._window = None if sliding_window is None else sliding_window - 1
         self._is_quantized = kv_cache_dtype in E4M3
         self._options: dict[str, Any] = {"scale": self.scale, "softcap": logits_soft_cap}
+        # Chunks of a prompt read the cache. So does the whole prompt if that changes its keys.
+        self._takes_new_keys = not (is_invariant() and self._is_quantized)
+        self._options |= {"batch_invariant": True} if is_invariant() else {}
         self._slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
 
     def forward(
@@ -357,7 +370,7 @@ class LayerAttention:
         pages = self._pages(kv_cache)
         scales = self._scales(layer)
         # A layer that shares the cache of another one has keys that attention does not see.
-        has_keys = key is not None and self.kv_sharing_target_layer_name is None
+        has_keys = key is not None and self.kv_sharing_target_layer_name is None and self._takes_new_keys
         for part, (first, batch) in enumerate(attn_metadata.parts):
             is_last = part == len(attn_metadata.parts) - 1
             rows = slice(first, tokens if is_last else attn_metadata.parts[part + 1].first)

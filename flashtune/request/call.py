@@ -23,6 +23,7 @@ from flashtune.request.arguments import (
 )
 from flashtune.request.autocast import any_autocast, autocast, autocast_dtype
 from flashtune.request.dropout import draw_seed
+from flashtune.request.invariance import is_batch_invariant
 
 CausalOption = bool | Literal["none", "top_left", "bottom_right"]
 LayoutOption = Literal["bhsd", "bshd"]
@@ -53,6 +54,7 @@ class Options(NamedTuple):
     latent: int = 0  # Number of columns of k that are also v (MLA); 0 if v is a tensor.
     deterministic: bool = False  # Whether gradients must be reproducible bit for bit.
     block_size: int = 0  # Queries and keys of a block of the block mask; 0 without one.
+    batch_invariant: bool = False  # Whether the bits of a row must not depend on the batch.
 
     @property
     def has_mask(self) -> bool:
@@ -75,7 +77,9 @@ class Call(NamedTuple):
     def is_plain(self) -> bool:
         """Whether the call has no features but the causal mask and scales of q, k and v."""
         scales = dict.fromkeys(SCALES)
-        return not self.options.has_mask and not any(self.side._replace(**scales).presence)
+        options = self.options
+        is_bare = not (options.has_mask or options.batch_invariant)
+        return is_bare and not any(self.side._replace(**scales).presence)
 
 
 class CommonOptions(FeatureOptions, total=False):
@@ -87,6 +91,7 @@ class CommonOptions(FeatureOptions, total=False):
     chunk: int
     scale: float | None
     prefer: PreferOption
+    batch_invariant: bool
     k_scale: Tensor | None
     v_scale: Tensor | None
 
@@ -136,6 +141,7 @@ READERS: dict[str, Callable[[Any], Any]] = {
     "sink_tokens": lambda tokens: read_count("sink_tokens", tokens, "how many first tokens stay visible"),
     "chunk": lambda keys: read_count("chunk", keys, "how many keys are a chunk, or 0 for no chunks"),
     "deterministic": lambda flag: read_flag("deterministic", flag),
+    "batch_invariant": lambda flag: read_flag("batch_invariant", flag),
 }
 DENSE_NAMES = DenseOptions.__optional_keys__
 VARLEN_NAMES = VarlenOptions.__optional_keys__
@@ -257,6 +263,7 @@ def _record(
             options[option] = READERS[option](value)
     if "window" in arguments:
         options["window_left"], options["window_right"] = read_window(arguments["window"])
+    options.setdefault("batch_invariant", is_batch_invariant())
     side = known_if_empty(ExtraInputs(**inputs))
     call = Call(q, k, v, arguments.get("scale"), Options(**options), side)
     # Compilers see the casts of the operators.

@@ -80,6 +80,7 @@ def read_call(call: Call, needs_grad: bool | None = None) -> Request:
         kv_dtype=kv_dtype,
         kv_scale=_scale_kind(call, kv_dtype, paged, places, k.shape[1]),
         mla=options.latent > 0,
+        batch_invariant=options.batch_invariant,
         **flags,
     )
     check_extents(problem)
@@ -91,7 +92,7 @@ def read_call(call: Call, needs_grad: bool | None = None) -> Request:
         # Report shapes that do not match before any computation.
         side_views(problem, side, places)
     prefer = read_option("prefer", options.prefer, PREFERENCES)
-    if problem.dtype.is_quantized:
+    if problem.dtype.is_quantized or problem.batch_invariant:
         prefer = Prefer.GENERATED  # no other implementation supports it
     check_double(q, prefer is Prefer.GENERATED)
     needs_grad = requires_grad(call) if needs_grad is None else needs_grad

@@ -54,7 +54,10 @@ class Request(msgspec.Struct, frozen=True):
     def backward(self) -> Problem:
         """The problem of the backward pass."""
         return msgspec.structs.replace(
-            self.problem, direction=Direction.BACKWARD, deterministic=self.deterministic
+            self.problem,
+            direction=Direction.BACKWARD,
+            deterministic=self.deterministic,
+            batch_invariant=False,
         )
 
     @property

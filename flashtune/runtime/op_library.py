@@ -30,7 +30,13 @@ OPERANDS = {
     **dict.fromkeys(NUMBERS, "float?"),
 }
 # Operands that saved graphs may lack. They are last in a schema and have defaults, by name.
-LATER: dict[str, Any] = {"block_size": 0, "block_counts": None, "block_indices": None, "tree": None}
+LATER: dict[str, Any] = {
+    "block_size": 0,
+    "block_counts": None,
+    "block_indices": None,
+    "tree": None,
+    "batch_invariant": False,
+}
 ALL = (*(name for name in OPERANDS if name not in LATER), *LATER)
 DEFAULTS = tuple(LATER.values())
 # The values of a call in the order of schemas, and back.

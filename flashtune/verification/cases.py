@@ -13,6 +13,7 @@ import msgspec
 from flashtune.core.config import Config
 from flashtune.core.layouts import DENSE_LAYOUTS, Layout
 from flashtune.core.problem import Problem
+from flashtune.templates.family import ORDERED_KEYS
 from flashtune.verification.lengths import Lengths, equal_lengths, is_ragged, usual_lengths
 from flashtune.verification.probes import Probe
 from flashtune.verification.serving_shapes import ServingCase, even_lengths, serving_cases
@@ -111,6 +112,9 @@ def companions(problem: Problem, config: Config, level: Level, *, reduced: bool)
     tile = Tile(block_m, block_n, 1 if reduced else min(config.num_stages, MAX_BLOCKS - 2))
     splits = splits_of(config)
     parts = 1 if splits else getattr(config, "num_splits", 1)
+    if problem.batch_invariant:
+        # Also of tiles whose own program combines all splits.
+        parts = ORDERED_KEYS // block_n
     quick = level is Level.QUICK
     if splits or problem.features:
         problems = serving_cases(tile, splits, problem, quick=quick, reduced=reduced, parts=parts)

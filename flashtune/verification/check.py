@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from flashtune.launch.bundle_binding import BundledBinary
 
 INTERPRETER = "interpreter"
+# The name of the comparison of rows between calls, among the probes of a verdict.
+INVARIANCE = "invariance"
 # The ratio that a verdict stores for a result that is not finite. JSON has no infinity.
 NOT_FINITE = 1e9
 
@@ -108,6 +110,10 @@ def check_rendered(
                 if interpreting() and not all(finding.holds() for finding in of_case):
                     break
             assert findings, "a kernel without problems is not proven"
+            if problem.batch_invariant and binary is not None:
+                from flashtune.verification.invariance import invariance_findings
+
+                findings += invariance_findings(kernel, binary, problem, target, device, seed, others=keep)
             figures = read_figures(findings)
         except (RuntimeError, TritonError) as error:
             forget()
@@ -117,7 +123,8 @@ def check_rendered(
     if not verdict.passed:
         forget()
         return verdict
-    return msgspec.structs.replace(verdict, probes=tuple({case.probe.value: None for case, _ in planned}))
+    probes = tuple({case.probe.value: None for case, _ in planned})
+    return msgspec.structs.replace(verdict, probes=(*probes, *_row_probes(problem)))
 
 
 def check_delayed(
@@ -151,7 +158,12 @@ def full_probes(kernel: Kernel, problem: Problem, config: Config, target: Target
 
     planned = _planned(kernel, problem, config, target, Level.FULL, 0)
     late = () if delayed(kernel) is None else (DELAYS,)
-    return frozenset((*(case.probe.value for case, _ in planned), *late))
+    return frozenset((*(case.probe.value for case, _ in planned), *late, *_row_probes(problem)))
+
+
+def _row_probes(problem: Problem) -> tuple[str, ...]:
+    """Returns the name of the comparison of rows between calls if the problem needs it."""
+    return (INVARIANCE,) if problem.batch_invariant else ()
 
 
 def read_figures(findings: list[Finding]) -> list[float]:

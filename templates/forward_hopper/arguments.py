@@ -20,6 +20,7 @@ from flashtune.templates.forward_hopper.space import (
     HopperConfig,
     copied_keys,
     gathers,
+    has_combined_sinks,
     has_lists,
     shares_rows,
     stored_dtype,
@@ -39,6 +40,8 @@ ROW_STEPS = (
 KINDS, WORDS, LISTS, COUNTER = (
     Argument(name, "*i32", POINTER_ALIGNMENT) for name in ("kinds", "words", "lists", "counter")
 )
+# The outputs of the splits that batch-invariant programs have walked.
+FOLDED = Argument("folded", "*fp32", POINTER_ALIGNMENT)
 MASK_COUNTS = ("mask_batches", "mask_heads")
 # The tiles of queries with lists of their own.
 MASK_TILES = "mask_tiles"
@@ -85,6 +88,8 @@ def hopper_arguments(problem: Problem, config: HopperConfig, specialization: Spe
     if gathers(problem):
         keys_and_values = ()
         addresses = tuple(Argument(name, pointer_type(stored), POINTER_ALIGNMENT) for name in ("k", "v"))
+    elsewhere = (*LISTED_INPUTS, *(("sinks",) if has_combined_sinks(problem, config) else ()))
+    folds = (FOLDED,) if problem.batch_invariant and not is_split else ()
     return (
         *(_descriptor("q", chunk, qk_chunks, dtype, (*queries, chunk.width)) for chunk in qk_chunks),
         *keys_and_values,
@@ -96,9 +101,10 @@ def hopper_arguments(problem: Problem, config: HopperConfig, specialization: Spe
         *addresses,
         Argument("lse", "*fp32", POINTER_ALIGNMENT if specialization.lse else 1),
         *(Argument(name, "*fp32") for name in (SCALES if dtype.is_quantized else ())),
-        *(tensor for tensor in side_tensors(problem) if tensor.name not in LISTED_INPUTS),
+        *(tensor for tensor in side_tensors(problem) if tensor.name not in elsewhere),
         *_lists(problem, config),
         *(Argument(name, "*fp32", POINTER_ALIGNMENT) for name in PARTIALS if is_split),
+        *folds,
         Argument("scale", "fp32"),
         *side_numbers(problem),
         *(Argument(name, "i32") for name in (*counts, *_list_counts(problem))),
@@ -111,12 +117,16 @@ def hopper_arguments(problem: Problem, config: HopperConfig, specialization: Spe
 def combining_step(problem: Problem, specialization: Specialization) -> Step:
     """Returns the launch that combines the splits. With packed sequences it needs their ends."""
     step = combine_step(problem.dtype, specialization, LaunchOptions(COMBINE_WARPS, 1, early=True))
-    if not problem.packed:
+    names = {"cu_seqlens_q"}
+    if problem.batch_invariant:
+        names |= {"sinks"} if problem.packed else {"sinks", "seqlens_kv"}
+    starts = [tensor for tensor in side_tensors(problem) if tensor.name in names]
+    if not starts:
         return step
-    starts = (tensor for tensor in side_tensors(problem) if tensor.name == "cu_seqlens_q")
     pointers = [argument for argument in step.arguments if argument.type.startswith("*")]
     numbers = step.arguments[len(pointers) :]
-    own = (*pointers, *starts, *numbers, Argument("sequences", "i32"))
+    sequences = (Argument("sequences", "i32"),) if problem.packed else ()
+    own = (*pointers, *starts, *numbers, *sequences)
     return msgspec.structs.replace(step, arguments=own)
 
 

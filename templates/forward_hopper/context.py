@@ -4,21 +4,28 @@ from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Bias, Causal, KvDtype, KvScale, Problem
 from flashtune.templates.common.args.problem_context import UNBOUNDED, bound, problem_values
 from flashtune.templates.common.model.sram import chunks_of, columns, power_of_two
-from flashtune.templates.family import Context
+from flashtune.templates.family import ORDERED_KEYS, Context
 from flashtune.templates.forward_hopper.space import (
     CONVERTER_REGISTERS,
     HopperConfig,
     Order,
     copied_keys,
     gathers,
+    has_combined_sinks,
     has_lists,
     has_one_list,
     raw_stages,
     role_registers,
     shares_rows,
+    skips_splits,
     stored_dtype,
 )
-from flashtune.templates.forward_hopper.splits import COMBINE_WARPS, combined_columns, split_tile
+from flashtune.templates.forward_hopper.splits import (
+    COMBINE_WARPS,
+    COMBINED_AT_ONCE,
+    combined_columns,
+    split_tile,
+)
 
 # Warps of a program that classifies blocks, and the blocks of a bias for each program, which reads few rows.
 CLASSIFYING_WARPS = {Bias.BOOLEAN: 2, Bias.ADDITIVE: 8}
@@ -32,6 +39,7 @@ def hopper_context(problem: Problem, config: HopperConfig, specialization: Speci
         | _element_values(problem, config)
         | _mask_values(problem, config)
         | _split_values(problem, config)
+        | ({"sinks": False} if has_combined_sinks(problem, config) else {})
         | {"lse": specialization.lse}
     )
 
@@ -67,11 +75,20 @@ def _tile_values(problem: Problem, config: HopperConfig) -> dict[str, object]:
 
 def _split_values(problem: Problem, config: HopperConfig) -> dict[str, object]:
     """Returns the values of splits of the keys, and of the kernel that combines them."""
-    combined = combined_columns(problem, config.num_splits)
+    is_ordered = problem.batch_invariant
+    combined = combined_columns(problem, 1 if is_ordered else config.num_splits)
     return {
+        # Splits begin at fixed keys and are combined one by one, also if one program walks all of them.
+        "ordered": is_ordered,
+        "folds": is_ordered and config.num_splits == 1,
+        "combines_sinks": has_combined_sinks(problem, config),
+        "split_blocks": ORDERED_KEYS // config.block_n,
+        "combined_at_once": COMBINED_AT_ONCE,
         # A tile has one part of the keys, of which a second kernel combines all.
         "is_split": config.num_splits > 1,
-        "split_tile": split_tile(config.num_splits),
+        # Programs skip tiles of splits beyond the last key of a sequence.
+        "skips": skips_splits(problem, config),
+        "split_tile": split_tile(1 if is_ordered else config.num_splits),
         "combined": combined,
         "column_blocks": -(-problem.value_head_dim // combined),
         "masked_columns": problem.value_head_dim % combined > 0,
@@ -127,7 +144,9 @@ def _mask_values(problem: Problem, config: HopperConfig) -> dict[str, object]:
     has_prefix = problem.prefix and has_border
     has_first_tokens = values["first_tokens"] > 0 and has_left
     ends_early = values["packed"] or values["lengths"] or values["is_paged"]
-    measures_distance = problem.alibi and (not is_causal or has_prefix)
+    is_split = config.num_splits > 1 or problem.batch_invariant
+    # Relative to other rows of a tile, ALiBi would depend on them.
+    measures_distance = problem.alibi and (not is_causal or has_prefix or problem.batch_invariant)
     return values | {
         # Queries see no keys before, or beyond, a position of their own.
         "has_left": has_left,
@@ -145,7 +164,7 @@ def _mask_values(problem: Problem, config: HopperConfig) -> dict[str, object]:
         "ends_early": ends_early,
         "keys_rank": 5 if ends_early else 4,
         # A block may hold no key that a row sees.
-        "is_masked": has_border or ends_early or has_lists(problem) or problem.tree or config.num_splits > 1,
+        "is_masked": has_border or ends_early or has_lists(problem) or problem.tree or is_split,
         # ALiBi depends on the distance of keys on both sides, instead of on their position.
         "measures_distance": measures_distance,
         # Scores of a row lack a term that is equal for all its keys.

@@ -20,7 +20,7 @@ from flashtune.core.target import Target
 from flashtune.templates.common.args.arguments import transpose_arguments
 from flashtune.templates.common.model.sram import MIN_DOT_WIDTH
 from flashtune.templates.common.model.traffic import mean_queries
-from flashtune.templates.family import Arguments, Context, FamilyOf
+from flashtune.templates.family import Arguments, Context, FamilyOf, NumericOrder
 from flashtune.templates.forward_hopper.arguments import (
     classifying_arguments,
     combining_step,
@@ -38,12 +38,15 @@ from flashtune.templates.forward_hopper.space import (
     HopperConfig,
     has_lists,
     hopper_space,
+    numeric_order,
     padded,
     usual_config,
 )
-from flashtune.templates.forward_hopper.splits import can_split
+from flashtune.templates.forward_hopper.splits import UNSPLIT, can_split
 
 HOPPER = 90
+# Features of which the order of arithmetic is not fixed.
+UNORDERED = UNSPLIT | {Feature.TREE}
 QUANTIZED_FEATURES = {Feature.WINDOW, Feature.DROPOUT}
 DTYPES = (Dtype.BF16, Dtype.FP16, Dtype.E4M3)
 # TMA copies rows of a multiple of 16 bytes.
@@ -67,7 +70,7 @@ class ForwardHopper(HopperModel, FamilyOf[HopperConfig]):
         {
             *(Feature.WINDOW, Feature.PACKED, Feature.PAGES, Feature.DROPOUT, Feature.SOFTCAP, Feature.ALIBI),
             *(Feature.SINKS, Feature.SINK_TOKENS, Feature.CHUNK, Feature.PREFIX, Feature.KV_LENGTHS),
-            *(Feature.BIAS, Feature.QUANTIZED_KV, Feature.BLOCK_MASK, Feature.TREE),
+            *(Feature.BIAS, Feature.QUANTIZED_KV, Feature.BLOCK_MASK, Feature.TREE, Feature.BATCH_INVARIANT),
         }
     )
     direction = Direction.FORWARD
@@ -78,6 +81,11 @@ class ForwardHopper(HopperModel, FamilyOf[HopperConfig]):
             return f"forward_hopper runs on sm_90 alone, and {target.name} is {target.arch}"
         if problem.dtype not in DTYPES:
             return f"forward_hopper takes bf16, fp16 and e4m3, not {problem.dtype.value}"
+        if problem.batch_invariant and (problem.dtype.is_quantized or problem.features & UNORDERED):
+            return (
+                "forward_hopper is batch-invariant in bf16 and fp16 without dropout, a bias, a mask, a tree mask "
+                "or a block mask"
+            )
         if problem.packed and problem.dtype.is_quantized:
             return "forward_hopper takes packed sequences in bf16 and fp16, not in e4m3"
         if problem.dtype.is_quantized and problem.features - QUANTIZED_FEATURES:
@@ -125,6 +133,8 @@ class ForwardHopper(HopperModel, FamilyOf[HopperConfig]):
     def _whole(self, problem: Problem, target: Target) -> HopperConfig:
         """Returns the default config without splits."""
         config = usual_config(problem)
+        if problem.batch_invariant and mean_queries(problem) * config.pack_gqa <= GROUP_ROWS:
+            return self._of_few_rows(problem, config, target)
         is_short = mean_queries(problem) <= GROUP_ROWS
         if problem.packed and is_short and config.num_consumer_groups > 1:
             # Other groups have no rows of short sequences.
@@ -138,6 +148,18 @@ class ForwardHopper(HopperModel, FamilyOf[HopperConfig]):
             if self.makespan_ms(problem, full, target) < UNEVEN * self.makespan_ms(problem, config, target):
                 return full
         return config
+
+    def _of_few_rows(self, problem: Problem, config: HopperConfig, target: Target) -> HopperConfig:
+        """Returns a config with one group and the most blocks in flight that fit. Copies take the time."""
+        room = target.sram_per_block - SPARE_BYTES
+        for stages in (4, 3, 2):
+            few = msgspec.structs.replace(
+                config, num_consumer_groups=1, ping_pong=False, q_stages=1, num_stages=stages
+            )
+            items = self.sram_items(problem, few, target, Specialization())
+            if sum(item.bytes for item in items) <= room:
+                return few
+        return padded(problem, few)
 
     def arguments(self, problem: Problem, config: HopperConfig, specialization: Specialization) -> Arguments:
         return hopper_arguments(problem, config, specialization)
@@ -155,6 +177,9 @@ class ForwardHopper(HopperModel, FamilyOf[HopperConfig]):
             return None
         arguments = transpose_arguments(problem.dtype, specialization, WORKSPACE)
         return Step("transpose_values", arguments, LaunchOptions(GROUP_WARPS, 1))
+
+    def numeric_order(self, problem: Problem, config: HopperConfig | None = None) -> NumericOrder:
+        return numeric_order(problem, config)
 
     def epilogue(self, problem: Problem, config: HopperConfig, specialization: Specialization) -> Step | None:
         return combining_step(problem, specialization) if config.num_splits > 1 else None

@@ -35,7 +35,7 @@ from flashtune.templates.forward_hopper.space import (
     hopper_space,
     raw_stages,
 )
-from flashtune.templates.forward_hopper.splits import count_tiles
+from flashtune.templates.forward_hopper.splits import count_tiles, max_split_tiles
 
 BARRIER_BYTES = 8
 SCALE_BYTES = 4
@@ -209,9 +209,11 @@ def split_variants(problem: Problem, config: HopperConfig, target: Target) -> It
     for groups, pack in itertools.product(groups_of, packs):
         assert isinstance(pack, int)
         tiles = count_tiles(problem, groups * config.rows_per_group, pack)
-        fitting = (
-            [count for count in counts if count * tiles <= waves * target.sm_count] for waves in (1, 2)
-        )
+        limits: list[float] = [waves * target.sm_count for waves in (1, 2)]
+        if problem.batch_invariant:
+            # There is no choice of another number.
+            limits = [max_split_tiles(problem, target)]
+        fitting = ([count for count in counts if count * tiles <= limit] for limit in limits)
         for splits in dict.fromkeys(most[-1] for most in fitting if most):
             other = msgspec.structs.replace(
                 config,

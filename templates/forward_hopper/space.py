@@ -9,7 +9,13 @@ from flashtune.core.config import Axis, BlockSize, Config, Space
 from flashtune.core.problem import Bias, BlockLists, Dtype, KvDtype, Problem
 from flashtune.core.target import Target
 from flashtune.templates.common.model.sram import columns, head_chunks, is_exact
-from flashtune.templates.forward_hopper.splits import MAX_SPLITS, TILES_PER_SM, count_tiles, split_counts
+from flashtune.templates.family import ORDERED_KEYS, NumericOrder
+from flashtune.templates.forward_hopper.splits import (
+    MAX_SPLITS,
+    count_tiles,
+    max_split_tiles,
+    split_counts,
+)
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=64)]
 WeightTiles = Annotated[int, msgspec.Meta(ge=0, le=2)]
@@ -113,24 +119,25 @@ class HopperConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True
 def hopper_space(problem: Problem, target: Target) -> Space:
     """Returns the search space; benchmarks/results/hopper.md names the excluded configs."""
     differ = tiles_differ(problem)
+    order = numeric_order(problem) if problem.batch_invariant else None
     axes = (
         Axis("num_warps", (GROUP_WARPS,)),
         Axis("num_consumer_groups", tuple(REGISTERS_WITH_CONVERTER) if problem.kv_dtype else (1, 2, 3)),
         Axis("rows_per_group", (64, 128)),
-        Axis("block_n", (64, 128)),
+        Axis("block_n", (order.block_n,) if order else (64, 128)),
         Axis("num_stages", (2, 3, 4)),
         Axis("q_stages", (1, 2)),
         Axis("split_epilogue", (False, True)),
         Axis("ping_pong", (False, True), only_if=lambda chosen: chosen["num_consumer_groups"] != 1),
         Axis("defer_pv_wait", (False, True)),
-        Axis("conditional_rescale", (True, False), False),
+        Axis("conditional_rescale", (True,) if order else (True, False), False),
         # Three groups have few registers, and are faster with probabilities in shared memory.
         Axis(
             "p_stages",
             (0, 1, 2) if problem.dtype.is_quantized else (0,),
             only_if=lambda chosen: chosen["num_consumer_groups"] == 3,
         ),
-        Axis("split_head_dim", (False,) if is_exact(problem) else (True, False), False),
+        Axis("split_head_dim", _split_head_dims(problem), False),
         Axis("pack_gqa", _packs(problem)),
         Axis("bias_stages", (1, 2) if problem.bias is Bias.ADDITIVE else (1,)),
         Axis("head_swizzle", _sections(problem), False),
@@ -140,6 +147,25 @@ def hopper_space(problem: Problem, target: Target) -> Space:
         Axis("num_splits", split_counts(problem, _packs(problem), target)),
     )
     return Space(HopperConfig, axes, lambda config: _is_possible(problem, config, target))
+
+
+def numeric_order(problem: Problem, config: HopperConfig | None = None) -> NumericOrder:
+    """Returns the order of a config's arithmetic, by default that of all batch-invariant kernels.
+
+    Rows of any number of queries, keys and sequences have it, so it follows from the head dims alone.
+    """
+    if config is not None:
+        # Other axes schedule the same arithmetic.
+        block_n, split_head_dim = config.block_n, config.split_head_dim
+        return NumericOrder(ORDERED_KEYS, block_n, config.conditional_rescale, split_head_dim)
+    block_n = GROUP_ROWS if _widest(problem) > WIDE else 2 * GROUP_ROWS
+    return NumericOrder(ORDERED_KEYS, block_n, True, not is_exact(problem))
+
+
+def _split_head_dims(problem: Problem) -> tuple[bool, ...]:
+    if is_exact(problem):
+        return (False,)
+    return (True,) if problem.batch_invariant else (True, False)
 
 
 def tiles_differ(problem: Problem) -> bool:
@@ -157,6 +183,17 @@ def shares_rows(problem: Problem) -> bool:
 def has_lists(problem: Problem) -> bool:
     """Returns whether a prologue lists the blocks of each tile."""
     return problem.bias is not Bias.NONE or problem.block_mask > 0
+
+
+def has_combined_sinks(problem: Problem, config: HopperConfig) -> bool:
+    """Returns whether the kernel that combines splits adds sinks, and not the main one."""
+    return problem.sinks and problem.batch_invariant and config.num_splits > 1
+
+
+def skips_splits(problem: Problem, config: HopperConfig) -> bool:
+    """Returns whether lengths on the device say which splits of a row exist."""
+    is_ragged = (problem.kv_lengths or problem.page_size > 0) and not problem.packed
+    return is_ragged and problem.batch_invariant and config.num_splits > 1
 
 
 def _is_local(problem: Problem) -> bool:
@@ -209,7 +246,8 @@ def _is_possible(problem: Problem, config: Config, target: Target) -> bool:
 def _splits_fit(problem: Problem, config: HopperConfig, target: Target) -> bool:
     """Returns whether there are not too many splits of tiles, which have no outputs in shared memory."""
     tiles = count_tiles(problem, config.block_m, config.pack_gqa)
-    return tiles * config.num_splits <= TILES_PER_SM * target.sm_count and not config.split_epilogue
+    most = max_split_tiles(problem, target)
+    return tiles * config.num_splits <= most and not config.split_epilogue
 
 
 def _blocks_divide(problem: Problem, config: HopperConfig) -> bool:
@@ -265,6 +303,8 @@ def usual_config(problem: Problem) -> HopperConfig:
     """Returns the best config of most lengths on an H200."""
     tiles = _default_tiles_of_blocks(problem) if problem.block_mask else _default_tiles(problem)
     is_halved = problem.kv_dtype is not None or _widest(problem) > WIDE
+    if problem.batch_invariant:
+        tiles = msgspec.structs.replace(tiles, block_n=numeric_order(problem).block_n)
     return msgspec.structs.replace(
         tiles,
         split_epilogue=is_halved and _can_be_halved(problem, True),
@@ -353,6 +393,7 @@ def _kind(problem: Problem) -> str:
     if problem.dtype.is_quantized and NARROW < _widest(problem) <= WIDE and problem.seqlen_q >= MANY_QUERIES:
         return "8-bit, masked" if tiles_differ(problem) else "8-bit"
     is_plain = not (problem.dropout or problem.kv_dtype or problem.packed or _is_local(problem))
+    is_plain = is_plain and not problem.batch_invariant
     if problem.softcap and is_plain and _is_in_one_order(problem) and _width(problem) != "wide":
         return "capped"
     if problem.bias is Bias.ADDITIVE:

@@ -1,6 +1,8 @@
 """The numbers of splits of keys of Hopper's tiles."""
 
-from flashtune.core.problem import Problem
+import math
+
+from flashtune.core.problem import Feature, Problem
 from flashtune.core.target import Target
 from flashtune.templates.common.model import splits
 from flashtune.templates.common.model.splits import (
@@ -14,12 +16,19 @@ from flashtune.templates.common.model.splits import (
     count_tiles,
     split_tile,
 )
+from flashtune.templates.family import ORDERED_KEYS
 
 __all__ = [
     "COMBINE_WARPS", "MAX_DECODED", "MAX_SPLITS", "TILES_PER_SM", "UNSPLIT", "can_split", "combined_columns",
     "count_tiles", "split_counts", "split_tile",
 ]  # fmt: skip
 
+# Masks with which one program walks all splits of a batch-invariant tile.
+UNSPLIT_IN_ORDER = {Feature.WINDOW, Feature.CHUNK}
+# Tiles of splits for each SM if lengths are on the device. Programs skip those beyond the last key.
+ORDERED_TILES_PER_SM = 32
+# Splits that a program of batch-invariant kernels loads at a time.
+COMBINED_AT_ONCE = 8
 # Rows of tiles of one group or more.
 TILE_ROWS = (64, 128, 192, 256)
 
@@ -29,4 +38,26 @@ def split_counts(problem: Problem, packs: tuple[int, ...], target: Target) -> tu
 
     `packs` are the numbers of heads that may share a tile.
     """
+    if problem.batch_invariant:
+        return ordered_counts(problem)
     return splits.split_counts(problem, TILE_ROWS, packs, target)
+
+
+def max_split_tiles(problem: Problem, target: Target) -> float:
+    """Returns the most tiles of splits. Those of a fixed length may lie beyond the keys of a sequence."""
+    if not problem.batch_invariant:
+        return TILES_PER_SM * target.sm_count
+    is_ragged = problem.kv_lengths or problem.page_size
+    return ORDERED_TILES_PER_SM * target.sm_count if is_ragged else math.inf
+
+
+def ordered_counts(problem: Problem) -> tuple[int, ...]:
+    """Returns 1, and the number of splits of a fixed length. Masks on the left hide most of such splits.
+
+    Launch plans of packed keys do not know the longest sequence.
+    """
+    count = math.ceil(problem.seqlen_kv / ORDERED_KEYS)
+    is_known = not problem.packed or problem.page_size > 0
+    if count == 1 or not is_known or not problem.features.isdisjoint(UNSPLIT_IN_ORDER):
+        return (1,)
+    return 1, min(count, MAX_SPLITS)

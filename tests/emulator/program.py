@@ -36,6 +36,8 @@ from tests.emulator.inline_ptx import emulate_fours, emulate_ptx, emulate_rows
 
 # Decorators of definitions that the emulator runs.
 RUN = ("gluon.jit", "gluon.constexpr_function", "aggregate")
+# The mask of a store without one.
+EVERYWHERE = Tensor(True)
 # Batch, head, query and key.
 BIAS_DIMS = 4
 # The fewest dimensions of inputs that the prologue lists: batch, head and block of queries.
@@ -181,7 +183,7 @@ class Program:
             log2=of_one(np.log2),
             fma=lambda left, right, added: left * right + added,
             load=self.load,
-            store=lambda pointer, value, mask: pointer.write(value, mask),
+            store=lambda pointer, value, mask=EVERYWHERE: pointer.write(value, mask),
             static_range=range,
             inline_asm_elementwise=lambda asm, operands, operand_values, *_: (
                 emulate_rows(asm, operand_values)

@@ -199,12 +199,15 @@ def test_registration_in_sglang_is_repeatable(monkeypatch: pytest.MonkeyPatch) -
     choices = ["triton"]
     makers: dict[str, Any] = {}
     modules["sglang.srt.arg_groups.choices"].ATTENTION_BACKEND_CHOICES = choices
-    modules["sglang.srt.arg_groups.choices"].add_attention_backend_choices = choices.extend
+    deterministic: list[list[str]] = [[], []]
+    for name, names in zip(sglang.ADDERS, (choices, *deterministic), strict=True):
+        setattr(modules["sglang.srt.arg_groups.choices"], name, names.extend)
     registry = modules["sglang.srt.layers.attention.attention_registry"]
     registry.register_attention_backend = lambda name: lambda made: makers.setdefault(name, made)
     sglang.register()
     sglang.register()
     assert choices == ["triton", "flashtune"]
+    assert deterministic == [["flashtune"], ["flashtune"]]
     assert makers == {"flashtune": sglang_backend.make_backend}
 
 

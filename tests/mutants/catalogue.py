@@ -17,6 +17,7 @@ from tests.mutants.forward_hopper import (
     hopper_blocks,
     hopper_eight_bits,
     hopper_features,
+    hopper_invariance,
     hopper_masks,
     hopper_pages,
     hopper_pairs,
@@ -134,6 +135,8 @@ def hopper_mutants() -> tuple[Mutant, ...]:
         *hopper_splits.splits(),
         *hopper_splits.combining(),
         *hopper_splits.waits(),
+        *hopper_invariance.invariance(),
+        *hopper_invariance.combining(),
         *(mutant._replace(name=f"e4m3: {mutant.name}") for mutant in eight_bits),
     )
 

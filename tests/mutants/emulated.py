@@ -12,6 +12,7 @@ from tests.mutants.core import Mutant
 from tests.mutants.forward_hopper import (
     hopper_blocks,
     hopper_features,
+    hopper_invariance,
     hopper_pages,
     hopper_pairs,
     hopper_splits,
@@ -87,6 +88,7 @@ def emulated_mutants() -> tuple[Mutant, ...]:
         *hopper_blocks.early(),
         *steady(pages),
         *hopper_splits.splits(),
+        *hopper_invariance.invariance(),
         *named("backward_hopper", BACKWARD_NAMES),
         *(mutant for mutant in steady(gradients) if not any(part in mutant.name for part in NOT_EMULATED)),
         *named("decode_latent_hopper", LATENT_NAMES),

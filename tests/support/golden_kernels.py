@@ -219,6 +219,14 @@ COMBINATIONS = {
         {**GROUPS, "num_consumer_groups": 1, "q_stages": 2, "pack_gqa": 8, "num_splits": 44}, ROW_SUMS,
         sinks=True
     ),
+    "hopper_bf16_d128_invariant": row(
+        HOPPER, "bf16", (128, 128), "bottom_right", {**GROUPS, "ping_pong": True}, ROW_SUMS,
+        window_left=4096, sink_tokens=4, sinks=True, softcap=True, batch_invariant=True
+    ),
+    "hopper_bf16_d96_pages_invariant_splits": row(
+        HOPPER, "bf16", (96, 80), "bottom_right", {**GROUPS, "pack_gqa": 4, "num_splits": 2}, ROW_SUMS,
+        page_size=16, sinks=True, alibi=True, batch_invariant=True
+    ),
     "hopper_bf16_d64_packed_sequences_eight_bit_pages_splits": row(
         HOPPER, "bf16", (64, 64), "bottom_right", {**GROUPS, "ping_pong": True, "num_splits": 6}, ROW_SUMS,
         packed=1, page_size=16, kv_dtype=KvDtype.E4M3, kv_scale=KvScale.PAGE, window_left=4096, sink_tokens=4

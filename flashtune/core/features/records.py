@@ -36,6 +36,7 @@ class Feature(enum.StrEnum):
     MLA = "mla"
     DROPOUT = "dropout"
     DETERMINISTIC = "deterministic"
+    BATCH_INVARIANT = "batch_invariant"
 
 
 class Bias(enum.StrEnum):
@@ -117,6 +118,8 @@ class FeatureFields(PlainProblem, frozen=True, kw_only=True):
     deterministic: bool = False
     # Whether a mask has the pairs of a sequence's queries and of its newest keys, as many as queries.
     tree: bool = False
+    # Whether the bits of a row must not depend on the batch, nor on the other queries of the call.
+    batch_invariant: bool = False
 
 
 class ExtraInputs(NamedTuple):

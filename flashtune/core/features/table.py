@@ -366,6 +366,13 @@ FEATURES: Mapping[Feature, Description[FeatureFields, ExtraInputs]] = {
         fields=("deterministic",),
         keys={"deterministic": "flag, with `backward`: bitwise reproducible gradients"},
     ),
+    Feature.BATCH_INVARIANT: Description(
+        title="Rows whose bits do not depend on the batch (`batch_invariant`)",
+        example="batch_invariant",
+        word="invariant",
+        fields=("batch_invariant",),
+        keys={"batch_invariant": "flag: the bits of a row do not depend on the batch"},
+    ),
 }
 
 NUMBER_INPUTS = {number.name: number for entry in FEATURES.values() for number in entry.numbers}

@@ -18,6 +18,10 @@ HEADS, TOKENS, END = 3, 7, 5
 UNTOUCHED = 777.0
 
 
+# Keys of a batch-invariant split.
+SPLIT_KEYS = 1024
+
+
 def error_of(kernel: Kernel, splits: int, width: int, *, packed: bool) -> float:
     """Returns the largest error of combined outputs and log-sum-exps, infinite for NaN.
 
@@ -34,7 +38,7 @@ def error_of(kernel: Kernel, splits: int, width: int, *, packed: bool) -> float:
     parts[logs == -math.inf] = math.nan
     out = torch.full((1, TOKENS, HEADS, width), UNTOUCHED).transpose(1, 2)
     lse = torch.full((1, HEADS, TOKENS), UNTOUCHED)
-    q, k = torch.empty(1, HEADS, TOKENS, width), torch.empty(1, 1, 64, width)
+    q, k = torch.empty(1, HEADS, TOKENS, width), torch.empty(1, 1, splits * SPLIT_KEYS, width)
     starts = torch.tensor([0, 2, END], dtype=torch.int32)
     side = (starts, starts) if packed else ()
     grid, integers = module.epilogue_plan(q, k, k, out, *side)
@@ -64,3 +68,35 @@ def test_mutants_are_wrong(mutant: Mutant) -> None:
     splits: int = PACKED.config.num_splits  # type: ignore[attr-defined]
     assert error_of(rendered(PACKED), splits, width, packed=True) < 1e-4
     assert error_of(broken(mutant), splits, width, packed=True) > 1e-2
+
+
+def rows_in_order(kernel: Kernel, parts: torch.Tensor, logs: torch.Tensor) -> torch.Tensor:
+    """Returns the combined rows of a batch-invariant kernel, with a sink for each head."""
+    source = kernel.source.replace("    tl.extra.cuda.gdc_wait()\n", "")
+    module = load_module(msgspec.structs.replace(kernel, source=source))
+    splits, _, width = parts.shape
+    out, lse = torch.empty(1, HEADS, TOKENS, width), torch.empty(1, HEADS, TOKENS)
+    q, k = torch.empty(1, HEADS, TOKENS, width), torch.empty(1, 1, splits * SPLIT_KEYS, width)
+    sinks = torch.tensor([40.0, 0.0, 30.0])
+    grid, integers = module.epilogue_plan(q, k, k, out, sinks)
+    module.combine[grid](out, lse, parts, logs, sinks, *integers)
+    return out[0].flatten(0, 1)
+
+
+@pytest.mark.parametrize(("splits", "width"), [(2, 128), (31, 80), (9, 256)])
+def test_splits_of_a_row_are_combined_in_one_order(splits: int, width: int) -> None:
+    torch.manual_seed(0)
+    problem = a_problem(width, sinks=True, batch_invariant=True)
+    config = a_config(problem, num_splits=2, split_epilogue=False, pack_gqa=1)
+    kernel = render(find_family("forward_hopper"), problem, config, Specialization(lse=True))
+    parts, logs = torch.randn(splits, HEADS * TOKENS, width), 3 * torch.randn(splits, HEADS * TOKENS) + 40
+    rows = rows_in_order(kernel, parts, logs)
+    natural = torch.cat(
+        [logs.double() * math.log(2), torch.tensor([40.0, 0.0, 30.0]).repeat_interleave(TOKENS)[None]]
+    )
+    expected = (natural.softmax(0)[:splits, :, None] * parts.double()).sum(0)
+    assert torch.allclose(rows.double(), expected, atol=1e-5)
+    # Splits without keys before and after those of a row, and more of them in the workspace.
+    hidden = torch.full((5, *logs.shape[1:]), -math.inf)
+    more = torch.cat([torch.randn(5, *parts.shape[1:]), parts, torch.randn(5, *parts.shape[1:])])
+    assert torch.equal(rows_in_order(kernel, more, torch.cat([hidden, logs, hidden])), rows)

@@ -108,6 +108,10 @@ COMPILED = {
         num_splits=7,
         split_epilogue=False,
     ),
+    "d128, invariant": case(a_problem(128, **CAUSAL, batch_invariant=True, sinks=True, softcap=True), True),
+    "d256, invariant splits": case(
+        a_problem(256, **CAUSAL, batch_invariant=True, sinks=True), False, num_splits=2, split_epilogue=False
+    ),
     "d256, splits": case(a_problem(256), True, num_splits=132, split_epilogue=False),
     "e4m3, blocks of 64": case(a_problem(64, dtype=Dtype.E4M3), False, block_n=64, num_stages=4),
 }

@@ -10,9 +10,11 @@ from flashtune.templates.backward_hopper.space import HopperBackwardConfig
 from flashtune.templates.forward_hopper.space import HopperConfig
 from flashtune.verification.cases import splits_of
 from tests.emulator.hardware import BarrierError
+from tests.emulator.invariance import differing
 from tests.emulator.program import Program
 from tests.mutants.core import Mutant, Subject, broken, rendered
 from tests.mutants.emulated import emulated_mutants
+from tests.mutants.forward_hopper.hopper_invariance import FOLDED
 from tests.templates.backward.test_backward_hopper_emulated import emulated
 from tests.templates.decode import test_latent_emulated
 from tests.templates.hopper.emulated import test_hopper_emulated, test_hopper_pages_emulated
@@ -72,6 +74,8 @@ def assert_right(kernel: Kernel, subject: Subject) -> None:
         assert_right_gradients(kernel, subject)
     elif subject.family == "decode_latent_hopper":
         assert latent_error(kernel, subject) < 1e-6
+    elif subject.problem.batch_invariant:
+        assert not differing(kernel, subject.problem, rendered(FOLDED))
     elif subject.problem.page_size:
         assert error_with_pages(kernel, subject) < 1e-6
     else:

@@ -1,0 +1,20 @@
+"""Whether calls of this process are batch-invariant unless they say otherwise."""
+
+from flashtune.core.arguments import read_flag
+
+_is_default = False
+
+
+def set_batch_invariant(flag: bool) -> None:
+    """Sets the default of `batch_invariant` for all later calls of this process, on all threads.
+
+    Raises:
+        ProblemError: `flag` is not a bool.
+    """
+    global _is_default  # noqa: PLW0603 (one setting of the process)
+    _is_default = read_flag("flag", flag)
+
+
+def is_batch_invariant() -> bool:
+    """Returns the default of `batch_invariant`, False unless `set_batch_invariant` changed it."""
+    return _is_default
