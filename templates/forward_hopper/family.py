@@ -83,8 +83,8 @@ class ForwardHopper(HopperModel, FamilyOf[HopperConfig]):
             return f"forward_hopper takes bf16, fp16 and e4m3, not {problem.dtype.value}"
         if problem.batch_invariant and (problem.dtype.is_quantized or problem.features & UNORDERED):
             return (
-                "forward_hopper is batch-invariant in bf16 and fp16 without dropout, a bias, a mask, a tree mask "
-                "or a block mask"
+                "forward_hopper is batch-invariant in bf16 and fp16 without dropout, a bias, a mask, a tree "
+                "mask or a block mask"
             )
         if problem.packed and problem.dtype.is_quantized:
             return "forward_hopper takes packed sequences in bf16 and fp16, not in e4m3"
