@@ -15,7 +15,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks import device_searches, efforts_report, saved, search_report, speed_charts, tables
+from benchmarks import (
+    device_searches,
+    efforts_report,
+    fleet_report,
+    saved,
+    search_report,
+    speed_charts,
+    tables,
+)
 from benchmarks.analysis import report as analysis_report
 from benchmarks.charts import PICTURES, is_current, write_svg
 from benchmarks.dispatch_regret import regret
@@ -58,6 +66,7 @@ SCRIPTS: dict[str, Callable[[], Mapping[str, str]]] = {
     "scripts/reference.py": lambda: {"features": feature_table(), "shape-keys": key_table()},
     saved.SCRIPT: saved.texts,
     analysis_report.SCRIPT: analysis_report.texts,
+    fleet_report.SCRIPT: fleet_report.texts,
     search_report.SCRIPT: search_report.texts,
     serving.SCRIPT: serving.texts,
     splits.SCRIPT: splits.texts,

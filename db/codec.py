@@ -11,6 +11,7 @@ from typing import Any, overload
 import msgspec
 
 from flashtune.core.config import Config
+from flashtune.core.decoders import json_decoder
 from flashtune.core.errors import TableError
 from flashtune.core.record import Digest, Provenance, Record, Seconds, Verdict, Versions
 from flashtune.core.target import TargetName
@@ -121,7 +122,7 @@ def encode_check(check: Check) -> bytes:
 def decode_check(raw: bytes) -> Check:
     """Returns the check in JSON that `encode_check` made."""
     try:
-        return msgspec.json.decode(raw, type=Check)
+        return json_decoder(Check).decode(raw)
     except UNDECODABLE as error:
         raise TableError(f"invalid self-check: {brief(error)}") from error
 
@@ -145,7 +146,7 @@ def _decode_config(family_name: str, raw: bytes) -> Config | None:
         return None
     config_type = find_family(family_name).config_type
     try:
-        return msgspec.json.decode(raw, type=config_type)
+        return json_decoder(config_type).decode(raw)
     except UNDECODABLE as error:
         raise TableError(f"a record's config is none of family {family_name}: {brief(error)}") from error
 

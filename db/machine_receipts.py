@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from flashtune.bundle.records import Entry, Receipt
+from flashtune.core.decoders import json_decoder
 from flashtune.core.errors import TableError
 from flashtune.core.files import read_bounded
 from flashtune.core.target import TARGETS, TargetName, names_gpu
@@ -41,7 +42,7 @@ def load_receipts(target: str, folder: Path = SHIPPED) -> dict[str, Receipt]:
     except OSError as error:
         raise TableError(f"cannot read the receipts {path}: {error.strerror}") from error
     try:
-        file = msgspec.json.decode(raw if len(raw) <= MAX_BYTES else b"", type=_File)
+        file = json_decoder(_File).decode(raw if len(raw) <= MAX_BYTES else b"")
     except UNDECODABLE as error:
         raise TableError(f"{path} is not a file of receipts ({brief(error)}): write it again") from error
     receipts = {receipt.machine: receipt for receipt in file.receipts}

@@ -11,12 +11,14 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from sqlalchemy import Connection, Table, text
 
+from flashtune.core.decoders import json_decoder
 from flashtune.core.errors import StoreError, TableError, printable
+from flashtune.core.notices import warn_once
 from flashtune.core.problem import Problem
 from flashtune.core.record import Provenance, Seconds, ShortText
 from flashtune.core.target import TargetName
@@ -39,6 +41,7 @@ MAX_LISTED = 1000
 # Limit of the files of one compiled kernel. Real ones have about 100 KiB.
 MAX_FILES_BYTES = 4 * 1024 * 1024
 
+Row = TypeVar("Row")
 State = Literal["queued", "running", "done", "failed", "cancelled"]
 
 NOW = "clock_timestamp()"
@@ -281,12 +284,12 @@ class Queue(Store):
     def batches(self, batch: str | None = None) -> list[StateRow]:
         """Returns the counts of one batch or of all by state, oldest first."""
         self._expire()
-        return [_decoded(row, StateRow) for row in self._rows(BATCHES, **_chosen(batch))]
+        return self._decoded(self._rows(BATCHES, **_chosen(batch)), StateRow)
 
     def jobs(self, batch: str | None = None, states: tuple[State, ...] = ()) -> list[JobRow]:
         """Returns the jobs of one batch or of all, oldest first, at most the latest thousand."""
         values = {"states": list(states), "all_states": not states}
-        return [_decoded(row, JobRow) for row in reversed(self._rows(JOBS, **_chosen(batch), **values))]
+        return self._decoded(reversed(self._rows(JOBS, **_chosen(batch), **values)), JobRow)
 
     def ended(self, specs: Sequence[JobSpec], versions: str) -> dict[str, str]:
         """Returns the problems of searches for one GPU if their latest job ended, and why it failed."""
@@ -343,6 +346,18 @@ class Queue(Store):
         """Changes a job if its worker still has it, and returns whether it has."""
         return len(self._rows(f"{statement} RETURNING id", **_key(claim), **values)) == 1
 
+    def _decoded(self, rows: Iterable[Any], kind: type[Row]) -> list[Row]:
+        """Returns the rows that this flashtune can read. One warning names the reason for the others."""
+        decoded = []
+        json_decoder(kind)  # Threads of workers may use the type for the first time.
+        for row in rows:
+            try:
+                decoded.append(msgspec.convert(dict(row._mapping), kind))
+            except msgspec.ValidationError as error:
+                where = describe(self.url)
+                warn_once(f"queue {where}", f"rows of the queue of {where} were skipped: {brief(error)}")
+        return decoded
+
     def _rows(self, statement: str, **values: object) -> list[Any]:
         return self._write(lambda connection: list(connection.execute(text(statement), values).all()))
 
@@ -393,20 +408,13 @@ def lost(lease: Lease) -> LeaseLostError:
 def decode_spec(payload: object, problem_key: object, target: object) -> JobSpec:
     """Returns the search of a row. It must match the row's problem and target."""
     try:
-        spec = msgspec.json.decode(raw_bytes(payload), type=JobSpec)
+        spec = json_decoder(JobSpec).decode(raw_bytes(payload))
         matches = (spec.problem.key, spec.target) == (problem_key, target)
     except (*UNDECODABLE, ValueError) as error:
         raise TableError(f"a job cannot be read: {brief(error)}") from error
     if not matches:
         raise TableError("a job's search is of another problem or target than its row")
     return spec
-
-
-def _decoded(row: Any, kind: type[Any]) -> Any:
-    try:
-        return msgspec.convert(dict(row._mapping), kind)
-    except msgspec.ValidationError as error:
-        raise TableError(f"a job of the queue cannot be read: {brief(error)}") from error
 
 
 def _key(lease: Lease) -> dict[str, object]:

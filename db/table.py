@@ -12,6 +12,7 @@ from typing import Annotated
 
 import msgspec
 
+from flashtune.core.decoders import json_decoder
 from flashtune.core.errors import TableError
 from flashtune.core.files import read_bounded
 from flashtune.core.record import Record
@@ -97,13 +98,13 @@ def _decoded(raw: bytes, where: str) -> TunedTable:
             f"{where} is over {MAX_TABLE_BYTES // 2**20} MiB, the limit for tuned tables: export it again"
         )
     try:
-        schema = msgspec.json.decode(raw, type=_Head).schema
+        schema = json_decoder(_Head).decode(raw).schema
         if schema not in _FILES:
             raise TableError(
                 f"{where} has table schema {schema} and this flashtune reads schemas 4 and {SCHEMA}: search "
                 "again, or export a table with this version"
             )
-        file = msgspec.json.decode(raw, type=_FILES[schema])
+        file = json_decoder(_FILES[schema]).decode(raw)
     except UNDECODABLE as error:
         raise TableError(f"{where} is not a tuned table ({brief(error)}): export it again") from error
     entries = map(bytes, file.records)

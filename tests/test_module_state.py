@@ -25,6 +25,7 @@ CACHES = ("cache", "lru_cache")
 STATE = {
     "launch/compilation.py _lock": "guards the import of rendered files and Triton's interpreter",
     "launch/tma_descriptors.py _thread": "descriptors of one thread's launches",
+    "core/decoders.py _building": "guards the types of msgspec, which all sessions share",
     "core/files.py _lock_files": "a forked child closes them",
     "core/notices.py _seen_messages": "warnings of modules below all sessions",
 }

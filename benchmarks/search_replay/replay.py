@@ -112,6 +112,7 @@ class Replay:
     """
 
     provenance = Provenance.MEASURED
+    gpu_uuid = None
 
     def __init__(self, table: TruthTable, jobs: int, seed: int) -> None:
         candidates = [table.candidate(row) for row in table.rows]

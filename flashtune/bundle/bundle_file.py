@@ -30,6 +30,7 @@ from flashtune.bundle.cubin import machine_digest
 from flashtune.bundle.index import Frame, Index, Piece, decode_index, encode_index
 from flashtune.bundle.program import check_entry
 from flashtune.bundle.records import Entry, Receipt
+from flashtune.core.decoders import json_decoder
 from flashtune.core.errors import BundleError
 from flashtune.core.files import is_own
 
@@ -94,7 +95,7 @@ class Bundle:
         raw = self._read(frame, frame.full_size, MAX_ENTRY_BYTES)
         self._check(raw, frame.sha256)
         try:
-            entry = msgspec.json.decode(raw, type=Entry)
+            entry = json_decoder(Entry).decode(raw)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise self._damaged("an entry cannot be read") from error
         if entry.kernel != kernel:

@@ -19,6 +19,7 @@ from typing import Annotated, NamedTuple, TypeVar
 import msgspec
 
 from flashtune.bundle.records import Sha256
+from flashtune.core.decoders import json_decoder
 from flashtune.core.record import ShortText
 from flashtune.core.target import ArchName
 
@@ -116,7 +117,7 @@ def decode_index(raw: bytes) -> Index:
     """
     head_size, *counts = COUNTS.unpack_from(raw)
     position = COUNTS.size + head_size
-    head = msgspec.json.decode(raw[COUNTS.size : position], type=Head)
+    head = json_decoder(Head).decode(raw[COUNTS.size : position])
     tables = []
     for layout, count in zip((ENTRY, CODE, RECIPE), counts, strict=True):
         tables.append(raw[position : position + layout.size * count])

@@ -154,6 +154,13 @@ def find_target(name: str) -> Target:
     raise TargetError(f"there is no target {quoted(name)}: {nearest(wanted, names, cutoff=0.8)}")
 
 
+def device_uuid(index: int) -> str:
+    """Returns the UUID of a GPU of this machine."""
+    import torch
+
+    return str(torch.cuda.get_device_properties(index).uuid)
+
+
 def device_target(index: int = 0) -> Target:
     """Returns the properties of a GPU of this machine: capacities from the device, rates from the table.
 

@@ -10,7 +10,9 @@ import pytest
 from sqlalchemy import create_engine, text
 
 from flashtune import testing
+from flashtune.core import notices
 from flashtune.core.errors import StoreError
+from flashtune.core.notices import FlashtuneWarning
 from flashtune.core.record import Provenance
 from flashtune.db.queue import MAX_ATTEMPTS, Claimant, JobSpec, LeasedStore, LeaseLostError, Queue, State
 from flashtune.db.store import open_store
@@ -254,6 +256,18 @@ def test_hostile_row_is_claimed_without_a_search(queue: Queue, change: str) -> N
     assert lease.flaw
     assert queue.fail(lease, lease.flaw, final=True)
     assert states(queue) == ["failed"]
+
+
+def test_row_of_a_later_version_hides_no_other(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(notices, "_seen_messages", {})
+    queue.enqueue([a_spec(64), a_spec(128)], "v1")
+    engine = create_engine(queue.url)
+    with engine.begin() as connection:
+        connection.execute(text("UPDATE jobs SET state = 'paused' WHERE id = 1"))
+    engine.dispose()
+    with pytest.warns(FlashtuneWarning, match="rows of the queue of .* were skipped: Invalid enum value"):
+        assert [row.id for row in queue.jobs()] == [2]
+    assert [(row.state, row.jobs) for row in queue.batches()] == [("queued", 1)]
 
 
 def test_queue_of_another_schema_is_refused(queue: Queue) -> None:

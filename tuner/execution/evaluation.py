@@ -46,6 +46,11 @@ class Measurer(Protocol):
 
     provenance: Provenance  # The origin of its times.
 
+    @property
+    def gpu_uuid(self) -> str | None:
+        """The physical GPU, None if it is not known."""
+        ...
+
     def warm_up(self, scope: SearchTask, candidate: Candidate) -> None:
         """Prepares for a problem while its first candidates compile. Does not wait."""
         ...
@@ -83,6 +88,7 @@ class Predictor:
     """Returns predicted times, without verification."""
 
     provenance = Provenance.PREDICTED
+    gpu_uuid = None
 
     def warm_up(self, scope: SearchTask, candidate: Candidate) -> None:
         """Does nothing."""

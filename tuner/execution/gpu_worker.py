@@ -1,5 +1,6 @@
 """The interface of a search to the GPU process. A process that crashes or hangs is replaced."""
 
+import functools
 from collections.abc import Callable
 from concurrent.futures import Future
 from types import TracebackType
@@ -7,6 +8,7 @@ from typing import Any, Self, TypeVar
 
 from flashtune.core.errors import MachineError
 from flashtune.core.record import Measurement, Outcome, Provenance
+from flashtune.core.target import device_uuid
 from flashtune.tuner.candidates import Candidate, SearchTask
 from flashtune.tuner.execution.compile_pool import COMPILE_SECONDS, Compiled, build_late
 from flashtune.tuner.execution.evaluation import Evaluation, MachineCode, lost_device
@@ -61,6 +63,11 @@ class GpuWorker:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._worker.stop()
+
+    @functools.cached_property
+    def gpu_uuid(self) -> str:
+        """The physical GPU."""
+        return device_uuid(self._device)
 
     def warm_up(self, scope: SearchTask, candidate: Candidate) -> None:
         """Queues what a first verification in the process needs. Its errors recur in that verification."""

@@ -14,6 +14,7 @@ import msgspec
 import torch
 
 from flashtune.core.record import Measurement
+from flashtune.core.target import device_uuid
 
 Run = Callable[[], object]
 
@@ -191,7 +192,7 @@ def clock_mhz(device: torch.device) -> float:
 
 def on_gpu(measured: Iterable[Measurement], device: torch.device) -> list[Measurement]:
     """Returns measurements with the physical GPU and its present clock."""
-    uuid, clock = str(torch.cuda.get_device_properties(device).uuid), round(clock_mhz(device))
+    uuid, clock = device_uuid(device.index), round(clock_mhz(device))
     return [msgspec.structs.replace(each, gpu_uuid=uuid, clock_mhz=clock) for each in measured]
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import secrets
 import socket
 import time
 from collections.abc import Iterator
@@ -38,7 +39,7 @@ class Classes(NamedTuple):
 class Cluster(NamedTuple):
     """The processes of a connected cluster."""
 
-    gpus: dict[Any, str]  # Actors of `GpuNode`, and their names in messages.
+    gpus: "dict[Any, tuple[str, Identity]]"  # Actors of `GpuNode`, their names in messages, and their GPUs.
     compilers: dict[Any, int]  # Actors of `CompileNode`, and the number of processes of each.
     driver: str  # Version of the GPU driver.
 
@@ -69,22 +70,40 @@ def open_cluster(
     classes = classes or Classes(GpuNode, CompileNode)
     where = printable(address)
     options: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
+    with _own_token() if address == "local" else contextlib.nullcontext():
+        try:
+            _require_answer(os.environ.get("RAY_ADDRESS", "") if address == "auto" else address)
+            ray.init(address, log_to_driver=False, logging_level=logging.ERROR, **options)
+        except (OSError, ValueError, OverflowError) as error:
+            raise UsageError(
+                f"no Ray cluster answers at {where} ({first_line(error)}): name its address, such as "
+                "HOST:6379"
+            ) from None
+        except (RuntimeError, RayError) as error:
+            raise UsageError(
+                f"the Ray cluster at {where} cannot be used ({first_line(error)}): install its versions of "
+                "Ray and Python"
+            ) from None
+        try:
+            yield _started(ray, where, target, jobs, classes)
+        finally:
+            ray.shutdown()
+
+
+@contextlib.contextmanager
+def _own_token() -> Iterator[None]:
+    """Gives a new cluster a token of its own. Ray would write one for later clusters into `~/.ray`."""
+    # Ray sets the mode itself.
+    names = ("RAY_AUTH_TOKEN", "RAY_AUTH_MODE")
+    before = {name: os.environ.get(name) for name in names}
+    os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     try:
-        _require_answer(os.environ.get("RAY_ADDRESS", "") if address == "auto" else address)
-        ray.init(address, log_to_driver=False, logging_level=logging.ERROR, **options)
-    except (OSError, ValueError, OverflowError) as error:
-        raise UsageError(
-            f"no Ray cluster answers at {where} ({first_line(error)}): name its address, such as HOST:6379"
-        ) from None
-    except (RuntimeError, RayError) as error:
-        raise UsageError(
-            f"the Ray cluster at {where} cannot be used ({first_line(error)}): install its versions of Ray "
-            "and Python"
-        ) from None
-    try:
-        yield _started(ray, where, target, jobs, classes)
+        yield
     finally:
-        ray.shutdown()
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
 
 def _require_answer(address: str) -> None:
@@ -138,7 +157,7 @@ def _started(ray: Any, where: str, target: Target, jobs: int | None, classes: Cl
     for actor in known.keys() - {*chosen, *widths}:
         # Its GPU and cores are free for others.
         ray.kill(actor)
-    return Cluster({actor: gpus[actor] for actor in chosen}, widths, driver)
+    return Cluster({actor: (gpus[actor], known[actor]) for actor in chosen}, widths, driver)
 
 
 def _identities(ray: Any, actors: dict[Any, str]) -> "dict[Any, Identity]":
@@ -185,7 +204,7 @@ def open_ray(
 
         compiler = RayCompiler(cluster.compilers)
         measurers: dict[int | None, Measurer] = {
-            number: RayMeasurer(actor, compiler, name)
-            for number, (actor, name) in enumerate(cluster.gpus.items())
+            number: RayMeasurer(actor, compiler, name, found.gpu_uuid)
+            for number, (actor, (name, found)) in enumerate(cluster.gpus.items())
         }
         yield LocalExecutor(store, compiler, measurers, cluster.driver)

@@ -22,7 +22,7 @@ from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskErro
 from flashtune.core.errors import MachineError
 from flashtune.core.machine import triton_folder
 from flashtune.core.record import Measurement, Outcome, Provenance, Versions
-from flashtune.core.target import Target, device_target
+from flashtune.core.target import Target, device_target, device_uuid
 from flashtune.dispatch.versions import current_versions
 from flashtune.templates.registry import family_names, find_family
 from flashtune.templates.rendering import render
@@ -46,12 +46,15 @@ class Identity(msgspec.Struct, frozen=True):
 
     target: Target | None  # None without a GPU.
     versions: dict[str, Versions]  # By family.
+    gpu_uuid: str | None = None
 
 
 def identity(device: int | None) -> Identity:
     """Returns the identity of this machine, and of one of its GPUs."""
     versions = {name: current_versions(name) for name in family_names()}
-    return Identity(None if device is None else device_target(device), versions)
+    if device is None:
+        return Identity(None, versions)
+    return Identity(device_target(device), versions, device_uuid(device))
 
 
 class CompileNode:
@@ -204,11 +207,12 @@ class RayMeasurer:
 
     provenance = Provenance.MEASURED
 
-    def __init__(self, node: Any, compiler: RayCompiler, name: str) -> None:
+    def __init__(self, node: Any, compiler: RayCompiler, name: str, gpu_uuid: str | None = None) -> None:
         """`name` is the name of the GPU in messages."""
         self._node = node
         self._compiler = compiler
         self._name = name
+        self.gpu_uuid = gpu_uuid
 
     def warm_up(self, scope: SearchTask, candidate: Candidate) -> None:
         """Prepares the GPU while the first candidates compile."""

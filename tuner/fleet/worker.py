@@ -19,6 +19,7 @@ from flashtune.core.errors import (
     printable,
 )
 from flashtune.core.machine import triton_folder
+from flashtune.core.notices import warn_once
 from flashtune.core.target import Target
 from flashtune.db.queue import Claimant, Lease, LeasedStore, LeaseLostError, Queue, lost
 from flashtune.tuner.execution.backend import SearchWorkers, StoppableClock
@@ -78,8 +79,8 @@ def run_workers(
 
     Raises:
         MachineError: The machine prevents searches. The jobs were given back.
-        DeviceLostError: A GPU is lost. Its job goes to another worker.
-        StoreError: The server does not answer for long.
+        DeviceLostError: The last GPU is lost. The job of a lost GPU goes to another worker.
+        StoreError: The server does not answer for long, or stores nothing. The jobs were given back.
     """
     events: SimpleQueue[Event | Future[None]] = SimpleQueue()
     clock = StoppableClock()
@@ -97,7 +98,12 @@ def run_workers(
             event = events.get()
             if isinstance(event, Future):
                 running -= 1
-                event.result()
+                try:
+                    event.result()
+                except DeviceLostError as error:
+                    if not running:
+                        raise
+                    warn_once(error.reason, f"{error.reason}: the other GPUs continue")
             else:
                 yield event
     finally:
@@ -169,16 +175,16 @@ class Worker(NamedTuple):
                 return Ended(lease, None, heart.fault)
             except LeaseLostError as error:
                 return Ended(lease, None, str(error))
-            except (MachineError, DeviceLostError) as error:
+            except (MachineError, DeviceLostError, StoreError) as error:
+                # If the server does not answer, the lease ends by itself.
                 with contextlib.suppress(StoreError):
-                    if isinstance(error, MachineError):
-                        self.queue.give_back(lease.worker, str(error))
-                    else:
+                    if isinstance(error, DeviceLostError):
                         # The job may be the cause, so the attempt counts.
                         self.queue.fail(lease, str(error))
+                    else:
+                        self.queue.give_back(lease.worker, str(error))
                 raise
             except FlashtuneError as error:
-                # If the server does not answer, the lease ends by itself.
                 with contextlib.suppress(StoreError):
                     self.queue.fail(lease, str(error), final=isinstance(error, UsageError))
                 return Ended(lease, None, str(error))

@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import msgspec
 
 from flashtune.core.config import Config
+from flashtune.core.decoders import json_decoder
 from flashtune.core.errors import TableError
 from flashtune.core.problem import Problem
 from flashtune.core.record import Resources, ShortText
@@ -228,7 +229,7 @@ def shipped_fit() -> Calibration:
     """Returns the shipped constants."""
     try:
         raw = files.files("flashtune.tuner").joinpath(FILE).read_bytes()
-        return msgspec.json.decode(raw, type=Calibration)
+        return json_decoder(Calibration).decode(raw)
     except (OSError, msgspec.DecodeError) as error:
         raise TableError(
             f"{FILE} of this installation is damaged ({error}): install flashtune again"

@@ -49,19 +49,19 @@ def run_search(
 ) -> SearchResult:
     """Searches kernels for one problem on one GPU, and stores every result at once.
 
-    Stored results for the same problem, target, config and versions are reused. The same request therefore
-    continues an interrupted search. The observer is called several times a second. Without `equipment`, the
-    search starts its own compiler and measurer. `following` is called before the finals. The first candidates
-    of the search that it returns compile during the finals. After Ctrl-C, the search selects the best kernel
-    so far and raises `KeyboardInterrupt` again. `keeps_code` returns whether the machine code of
-    the selection is stored for later processes.
+    Stored results for the same problem, target, config and versions are reused, times only on the same
+    physical GPU. The same request therefore continues an interrupted search. The observer is called several
+    times a second. Without `equipment`, the search starts its own compiler and measurer. `following` is
+    called before the finals. The first candidates of the search that it returns compile during the finals.
+    After Ctrl-C, the search selects the best kernel so far and raises `KeyboardInterrupt` again.
+    `keeps_code` returns whether the machine code of the selection is stored for later processes.
     """
     scope = search_scope(request)
     workers = contextlib.nullcontext(equipment) if equipment else open_workers(request.device, request.jobs)
     with workers as tools:
         clock, measures = tools.clock, tools.measurer
         started = clock.now()
-        journal = TrialLog(store, scope, measures.provenance, retry_failed=request.retry_failed)
+        journal = TrialLog(store, scope, measures, retry_failed=request.retry_failed)
         reporter = _Reporter(request, journal, observer, lambda: clock.now() - started)
         reporter.report(Phase.STARTING)
         experience = _experience(request, scope, store)

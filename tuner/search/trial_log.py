@@ -6,18 +6,19 @@ from collections import Counter
 
 import msgspec
 
-from flashtune.core.record import Outcome, Provenance, Record
+from flashtune.core.record import Measurement, Outcome, Record
 from flashtune.db.eligibility import ANY_TENSORS, serves_any_tensors
 from flashtune.db.store import Store, StoredRecord
 from flashtune.dispatch.versions import current_versions
 from flashtune.templates.registry import find_family
 from flashtune.tuner.candidates import Candidate, Demand, SearchTask, demand
 from flashtune.tuner.execution.compile_pool import Compiled
-from flashtune.tuner.execution.evaluation import Evaluation
+from flashtune.tuner.execution.evaluation import DeviceLostError, Evaluation, Measurer
+from flashtune.tuner.execution.processes import NOTHING_LOST
 from flashtune.tuner.search.optuna_study import TrialResult
 from flashtune.tuner.search.request import Tally
 from flashtune.tuner.search.selection import candidate_of, finalists, may_be_selected
-from flashtune.tuner.search.warm_start import finished
+from flashtune.tuner.search.warm_start import finished, is_of_gpu
 
 MAX_REASONS = 4
 # A fallback takes at most this many times the best time.
@@ -36,13 +37,13 @@ class TrialLog:
     """
 
     def __init__(
-        self, store: Store, scope: SearchTask, provenance: Provenance, *, retry_failed: bool = False
+        self, store: Store, scope: SearchTask, measurer: Measurer, *, retry_failed: bool = False
     ) -> None:
         self._store = store
         self._scope = scope
-        self._provenance = provenance
+        self._measurer = measurer
         self.rows: dict[Candidate, StoredRecord] = finished(
-            store, scope, provenance, retry_failed=retry_failed
+            store, scope, measurer.provenance, measurer.gpu_uuid, retry_failed=retry_failed
         )
         self._reused = len(self.rows)
         self._outcomes = Counter(row.record.outcome for row in self.rows.values())
@@ -111,6 +112,7 @@ class TrialLog:
 
     def amend(self, *records: Record) -> None:
         """Stores later results of candidates, all or none: another time, more passed probes, or a failure."""
+        self._require_gpu(*(record.measurement for record in records))
         for record, row in zip(records, self._store.add_all([*records]), strict=True):
             candidate = candidate_of(record)
             before = self.rows[candidate].record
@@ -124,6 +126,7 @@ class TrialLog:
     def _write(
         self, candidate: Candidate, compiled: Compiled, evaluation: Evaluation | None, over: float
     ) -> TrialResult:
+        self._require_gpu(evaluation.measurement if evaluation else None)
         record = Record(
             problem=self._scope.problem,
             target=self._scope.target.name,
@@ -132,7 +135,7 @@ class TrialLog:
             specialization=self._scope.specialization,
             kernel=compiled.kernel,
             outcome=evaluation.outcome if evaluation else compiled.outcome,
-            provenance=self._provenance,
+            provenance=self._measurer.provenance,
             versions=current_versions(candidate.family, self._scope.driver),
             resources=compiled.resources,
             verdict=evaluation.verdict if evaluation else None,
@@ -144,6 +147,12 @@ class TrialLog:
         self._outcomes[record.outcome] += 1
         self._compare(record)
         return TrialResult(record.ms if record.outcome is Outcome.OK else None, over)
+
+    def _require_gpu(self, *measurements: Measurement | None) -> None:
+        """Raises if the process of the GPU was restarted on another one: their times are not compared."""
+        uuid = self._measurer.gpu_uuid
+        if not all(is_of_gpu(measurement, uuid) for measurement in measurements):
+            raise DeviceLostError(f"GPU {uuid} was replaced by another one: {NOTHING_LOST}")
 
     def _compare(self, record: Record) -> None:
         if not may_be_selected(record) or record.ms is None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import msgspec
 
 from flashtune.core.problem import Problem
-from flashtune.core.record import Outcome, Provenance, Record
+from flashtune.core.record import Measurement, Outcome, Provenance, Record
 from flashtune.core.target import TARGETS
 from flashtune.db.store import Store, StoredRecord
 from flashtune.db.table import shipped_table
@@ -27,16 +27,25 @@ OTHER_FEATURE = 1.0
 
 
 def finished(
-    store: Store, scope: SearchTask, provenance: Provenance, *, retry_failed: bool = False
+    store: Store,
+    scope: SearchTask,
+    provenance: Provenance,
+    gpu_uuid: str | msgspec.UnsetType | None = msgspec.UNSET,
+    *,
+    retry_failed: bool = False,
 ) -> dict[Candidate, StoredRecord]:
     """Returns the stored records that this search reuses, the latest of each candidate.
 
-    A candidate that was too slow for a full verification is reused only if a faster one is eligible.
+    Times are reused only on the physical GPU that they are of, if it is given. A candidate that was too slow
+    for a full verification is reused only if a faster one is eligible.
     With `retry_failed`, failed candidates are left out, except those that do not fit the GPU.
     """
     stored = store.records(scope.problem, scope.target.name)
     latest = {
-        candidate_of(entry.record): entry for entry in stored if _answers(entry.record, scope, provenance)
+        candidate_of(entry.record): entry
+        for entry in stored
+        if _answers(entry.record, scope, provenance)
+        and (gpu_uuid is msgspec.UNSET or is_of_gpu(entry.record.measurement, gpu_uuid))
     }
     selectable = (entry.record for entry in latest.values() if may_be_selected(entry.record))
     fastest = min((record.ms for record in selectable if record.ms), default=math.inf)
@@ -48,6 +57,11 @@ def finished(
         or may_be_selected(entry.record)
         or (entry.record.outcome is Outcome.OK and fastest < (entry.record.ms or math.inf))
     }
+
+
+def is_of_gpu(measurement: Measurement | None, gpu_uuid: str | None) -> bool:
+    """Returns whether a time is of a physical GPU, or there is no time."""
+    return measurement is None or (measurement.gpu_uuid or None) == gpu_uuid
 
 
 def _answers(record: Record, scope: SearchTask, provenance: Provenance) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from flashtune.core.errors import FlashtuneError, MachineError, UsageError
+from flashtune.core.errors import FlashtuneError, MachineError, StoreError, UsageError
 from flashtune.core.notices import FlashtuneWarning
 from flashtune.core.record import Outcome
 from flashtune.db.errors import ServerUnavailableError
@@ -117,6 +117,7 @@ def test_closed_worker_selects_the_best_so_far_and_gives_the_job_back(queue: Que
     ("error", "left"),
     [
         (MachineError("the disk is full"), [("queued", 0)]),
+        (StoreError("the disk of the server is full"), [("queued", 0)]),
         # A kernel may be the cause.
         (lost_device(0, "it was unplugged"), [("queued", 1)]),
     ],
@@ -130,6 +131,15 @@ def test_a_fault_of_the_machine_gives_the_job_back_and_ends_the_worker(
     assert states(queue) == left
     with open_store(queue.url) as store:
         assert {entry.record.outcome for entry in store.records()} == {Outcome.OK}
+
+
+def test_other_gpus_of_a_host_continue_after_one_is_lost(queue: Queue) -> None:
+    enqueue(queue, 5)
+    lost = failing(lost_device(1, "it was unplugged"))
+    with pytest.warns(FlashtuneWarning, match=r"^GPU 1 cannot be used \(it was unplugged\): the other GPUs"):
+        events = list(run(queue, by_tile, lost))
+    assert sum(isinstance(event, Ended) for event in events) == 5
+    assert sorted(states(queue)) == [("done", 1)] * 4 + [("done", 2)]
 
 
 def test_unexpected_error_ends_the_worker_and_is_the_reason_of_the_job(queue: Queue) -> None:

@@ -103,8 +103,10 @@ class FakeMeasurer:
         self,
         judge: Callable[[Candidate], Evaluation],
         judge_delayed: Callable[[Candidate], Evaluation | None] = lambda candidate: None,
+        gpu_uuid: str | None = None,
     ) -> None:
-        self.judge = judge
+        self.judge = judge if gpu_uuid is None else lambda candidate: on_gpu(judge(candidate), gpu_uuid)
+        self.gpu_uuid = gpu_uuid
         self.judge_delayed = judge_delayed
         self.delayed: list[Candidate] = []
         self.seen: list[Candidate] = []
@@ -149,6 +151,12 @@ class FakeMeasurer:
 
 def right(ms: float) -> Evaluation:
     return Evaluation(Outcome.OK, PASSED, a_measurement(ms))
+
+
+def on_gpu(evaluation: Evaluation, gpu_uuid: str) -> Evaluation:
+    """An evaluation with the time of a physical GPU."""
+    timed = evaluation.measurement and msgspec.structs.replace(evaluation.measurement, gpu_uuid=gpu_uuid)
+    return msgspec.structs.replace(evaluation, measurement=timed)
 
 
 def by_tile(candidate: Candidate) -> Evaluation:

@@ -3,12 +3,14 @@
 import asyncio
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from flashtune.core.errors import UsageError
 from flashtune.tuner.candidates import Candidate, SearchTask
@@ -16,6 +18,7 @@ from flashtune.tuner.execution.compile_pool import Compiled
 from flashtune.tuner.execution.evaluation import Evaluation
 from flashtune.tuner.fleet.ray_cluster import Classes, Cluster, open_cluster
 from flashtune.tuner.fleet.ray_nodes import CompileNode, GpuNode, Identity, identity
+from tests.tuner.fleet.killed_workers import NoisyMeasurer
 from tests.tuner.search.fakes import FakeCompiler, FakeMeasurer, by_tile
 from tests.tuner.search.small_search import H100
 
@@ -36,7 +39,7 @@ class FakeGpuNode(GpuNode):
         self._worker = FakeMeasurer(judge)  # type: ignore[assignment]
 
     def die(self) -> None:
-        os._exit(1)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 class FakeCompileNode(CompileNode):
@@ -52,10 +55,18 @@ class FakeCompileNode(CompileNode):
         return b""
 
     def die(self) -> None:
-        os._exit(1)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class NoisyGpuNode(FakeGpuNode):
+    """A GPU that returns another time at each call."""
+
+    def __init__(self) -> None:
+        self._worker = NoisyMeasurer()  # type: ignore[assignment]
 
 
 CLASSES = Classes(FakeGpuNode, FakeCompileNode)
+NOISY = Classes(NoisyGpuNode, FakeCompileNode)
 
 
 @contextlib.contextmanager
@@ -69,7 +80,10 @@ def started_cluster(folder: Path) -> Iterator[str]:
         *("--node-ip-address", "127.0.0.1", "--num-cpus", "4", "--num-gpus", str(GPUS)),
         *("--include-dashboard", "false", "--disable-usage-stats", "--temp-dir", str(folder)),
     ]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+    # A token in the home folder would be asked for.
+    environment = os.environ | {"RAY_AUTH_MODE": "disabled"}
+    quiet = subprocess.DEVNULL
+    with subprocess.Popen(command, stdout=quiet, stderr=quiet, env=environment) as process:
         try:
             yield f"127.0.0.1:{port}"
         finally:
@@ -77,13 +91,13 @@ def started_cluster(folder: Path) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def opened_cluster(address: str) -> Iterator[Cluster]:
+def opened_cluster(address: str, classes: Classes = CLASSES) -> Iterator[Cluster]:
     """Opens a cluster when it is ready."""
     end = time.monotonic() + START_SECONDS
     with contextlib.ExitStack() as stack:
         while True:
             try:
-                cluster = stack.enter_context(open_cluster(address, H100, 2, CLASSES))
+                cluster = stack.enter_context(open_cluster(address, H100, 2, classes))
             except UsageError:
                 if time.monotonic() > end:
                     raise
@@ -91,3 +105,18 @@ def opened_cluster(address: str) -> Iterator[Cluster]:
             else:
                 break
         yield cluster
+
+
+def wait_for(process: Any) -> None:
+    """Returns when a killed process is back."""
+    import ray
+    from ray.exceptions import RayError
+
+    end = time.monotonic() + START_SECONDS
+    while time.monotonic() < end:
+        try:
+            ray.get(process.identity.remote())
+        except RayError:
+            time.sleep(0.5)
+        else:
+            return

@@ -182,7 +182,7 @@ def test_fallbacks_are_verified_although_a_family_of_aligned_tensors_is_faster(
     store: Store, scope: SearchTask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     candidates = list(scope.candidates())
-    journal = trial_log.TrialLog(store, scope, FakeMeasurer.provenance)
+    journal = trial_log.TrialLog(store, scope, FakeMeasurer(by_tile))
     compiled = FakeCompiler().submit(scope, candidates[0]).result()
     assert journal.limit_ms(candidates[1], 1.1) is None
     monkeypatch.setattr(trial_log, "serves_any_tensors", lambda record: False)

@@ -1,11 +1,14 @@
 """Tests of searches on a Ray cluster: lost processes, nodes that do not fit, and errors of users."""
 
+import os
 import random
+import subprocess
 import sys
 import threading
 import time
 from collections import Counter
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -24,7 +27,7 @@ from flashtune.tuner.fleet.ray_nodes import Identity, RayCompiler, RayMeasurer, 
 from flashtune.tuner.search.selection import candidate_of
 from tests.support.fuzzing import fuzz_count
 from tests.tuner.search.fakes import a_problem, by_tile, compiled
-from tests.tuner.search.ray_fakes import START_SECONDS
+from tests.tuner.search.ray_fakes import wait_for
 from tests.tuner.search.small_search import H100, SIZE, a_request
 from tests.tuner.search.test_executors import on_ray
 
@@ -59,18 +62,6 @@ def test_killed_processes_lose_and_repeat_no_result(store: Store, ray_cluster: C
             assert set(Counter(map(candidate_of, timed)).values()) == {1}
             assert {row.versions.driver for row in rows} == {ray_cluster.driver}
         wait_for(victim)
-
-
-def wait_for(process: Any) -> None:
-    """Returns when a killed process is back."""
-    end = time.monotonic() + START_SECONDS
-    while time.monotonic() < end:
-        try:
-            ray.get(process.identity.remote())
-        except RayError:
-            time.sleep(0.5)
-        else:
-            return
 
 
 class Reference:
@@ -176,6 +167,35 @@ def test_local_cluster_does_not_depend_on_the_environment(monkeypatch: pytest.Mo
     monkeypatch.setattr(ray, "init", init)
     with pytest.raises(UsageError, match=r"cannot be used \(.*no memory\)"), open_cluster("local", H100):
         pass
+
+
+LOCAL = """
+import os
+from flashtune.core.errors import UsageError
+from flashtune.core.target import find_target
+from flashtune.tuner.fleet.ray_cluster import open_cluster
+
+try:
+    with open_cluster("local", find_target("h100")):
+        pass
+except UsageError as error:
+    print(error)
+print([name for name in os.environ if name.startswith("RAY_AUTH")])
+"""
+
+
+@pytest.mark.slow
+def test_local_cluster_leaves_no_token(tmp_path: Path) -> None:
+    """Later clusters of the user would ask for it."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    environment |= {"HOME": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", LOCAL], capture_output=True, text=True, env=environment, check=True
+    )
+    sentence, names = done.stdout.splitlines()
+    assert sentence.startswith("no free GPU of the Ray cluster at local is nvidia-h100")
+    assert names == "[]"
+    assert not (tmp_path / ".ray").exists()
 
 
 def test_missing_ray_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,9 +9,9 @@ import pytest
 
 from flashtune.core.record import Outcome, Resources
 from flashtune.db.store import Store, open_store
-from flashtune.tuner.candidates import Candidate
+from flashtune.tuner.candidates import Candidate, SearchTask
 from flashtune.tuner.execution.compile_pool import Compiled
-from flashtune.tuner.execution.evaluation import Evaluation, Predictor
+from flashtune.tuner.execution.evaluation import DeviceLostError, Evaluation, Predictor
 from flashtune.tuner.search.request import Budget, Stop
 from tests.tuner.search.fakes import (
     KERNEL,
@@ -20,6 +20,7 @@ from tests.tuner.search.fakes import (
     a_measurement,
     a_problem,
     by_tile,
+    on_gpu,
     right,
 )
 from tests.tuner.search.small_search import SIZE, search
@@ -38,6 +39,37 @@ def test_repeated_search_resumes(store: Store) -> None:
     third = FakeMeasurer(by_tile)
     assert search(store, third).counts.reused == SIZE
     assert third.seen == []
+
+
+def test_times_are_reused_on_their_gpu_alone(store: Store, scope: SearchTask) -> None:
+    wrong = next(iter(scope.candidates()))
+    for gpu_uuid, slowness, reused in (("a", 1.0, 0), ("b", 1.01, 1), ("a", 1.0, SIZE), ("b", 1.01, SIZE)):
+
+        def judge(candidate: Candidate, slowness: float = slowness) -> Evaluation:
+            if candidate == wrong:
+                return Evaluation(Outcome.WRONG_RESULT, message="probe 7")
+            return right(slowness * (by_tile(candidate).measurement or a_measurement(1.0)).ms)
+
+        measurer = FakeMeasurer(judge, gpu_uuid=gpu_uuid)
+        result = search(store, measurer)
+        assert result.counts.reused == reused
+        assert len(measurer.seen) == SIZE - reused
+        assert result.best is not None
+        assert result.best.measurement is not None
+        assert result.best.measurement.gpu_uuid == gpu_uuid
+
+
+def test_search_whose_gpu_is_replaced_ends(store: Store) -> None:
+    measurer = FakeMeasurer(by_tile)
+
+    def replaced(candidate: Candidate) -> Evaluation:
+        return on_gpu(by_tile(candidate), "other") if len(measurer.seen) > 3 else by_tile(candidate)
+
+    measurer.judge = replaced
+    with pytest.raises(DeviceLostError, match="was replaced by another one: what was finished is stored"):
+        search(store, measurer)
+    assert len(store.records()) == 3
+    assert len(store.selections()) == 1
 
 
 def test_search_without_trials_times_known_records_again(store: Store) -> None:

@@ -7,7 +7,10 @@ from flashtune.tuner.search.request import Observer, SearchRequest, SearchResult
 
 
 class Executor(Protocol):
-    """Runs searches of different problems. All times of a search come from one physical GPU."""
+    """Runs searches of different problems. A search compares only times of one physical GPU.
+
+    A search that goes on at another GPU reuses no stored times.
+    """
 
     def run(self, requests: Sequence[SearchRequest], observer: Observer) -> Generator[SearchResult]:
         """Runs searches, and yields the result of each as soon as it is stored, in any order.

@@ -160,9 +160,8 @@ function times(shape, texts) {
     x: bars.map((bar) => bar.time[0]),
     text: bars.map((bar) => milliseconds(bar.time[0])),
     hovertext: bars.map((bar) => plain(`${bar.name} ${bar.detail}`)),
-    textposition: "inside",
-    insidetextanchor: "start",
-    insidetextfont: { color: "#fff" },
+    // Texts in short bars would be too small to read.
+    textposition: "outside",
     marker: { color: bars.map((bar) => bar.color) },
     error_x: {
       type: "data",
@@ -175,7 +174,7 @@ function times(shape, texts) {
     height: 110 + 28 * bars.length,
     showlegend: false,
     shapes: [{ type: "line", x0: shape.bound[0], x1: shape.bound[0], y0: 0, y1: 1, yref: "paper", line: { dash: "dash", color: "#1b1f24" } }],
-    xaxis: { title: { text: "ms" }, rangemode: "tozero" },
+    xaxis: { title: { text: "ms" }, range: [0, 1.4 * Math.max(...trace.x)] },
     yaxis: { tickvals: trace.y, ticktext: bars.map((bar) => plain(bar.name)), autorange: "reversed" },
   };
   const text = `Median times; error bars reach from the 20th to the 80th percentile of measured kernels. The dashed line is the roofline, ${milliseconds(shape.bound[0])}.`;
