@@ -31,7 +31,16 @@ from benchmarks.exhaustive import axes, prediction
 from benchmarks.figures import with_figures
 from benchmarks.host import first_call, first_use
 from benchmarks.integrations import report as integrations_report
-from benchmarks.kernels import fastest, fp8_error, limits, serving, splits, tritons
+from benchmarks.kernels import (
+    drafts,
+    fastest,
+    fp8_error,
+    invariance,
+    limits,
+    serving,
+    splits,
+    tritons,
+)
 from benchmarks.kernels import report as kernels_report
 from benchmarks.numbers import pages
 from benchmarks.saved import RESULTS, ROOT
@@ -70,6 +79,8 @@ SCRIPTS: dict[str, Callable[[], Mapping[str, str]]] = {
     search_report.SCRIPT: search_report.texts,
     serving.SCRIPT: serving.texts,
     splits.SCRIPT: splits.texts,
+    drafts.SCRIPT: drafts.texts,
+    invariance.SCRIPT: invariance.texts,
     regret.SCRIPT: lambda: regret.texts(RESULTS),
     mutants.SCRIPT: lambda: mutants.texts(mutants.pages_runs(())),
 }

@@ -21,7 +21,7 @@ import torch
 from benchmarks.dispatch_regret.analysis import dispatched
 from benchmarks.dispatch_regret.timing import compile_all
 from benchmarks.kernels.splits import BEST, DECODING, HOPELESS, HOPPER, Time, candidates
-from benchmarks.saved import save
+from benchmarks.saved import RESULTS, load, run_of, save
 from flashtune.core.canonical import without
 from flashtune.core.errors import KernelError
 from flashtune.core.kernel import Specialization
@@ -32,6 +32,7 @@ from flashtune.templates.forward_hopper.space import usual_config
 from flashtune.templates.registry import find_family
 from flashtune.tuner.bench.flashinfer import FLASHINFER, flashinfer_run
 from flashtune.tuner.candidates import Candidate
+from flashtune.tuner.cli.output import table
 from flashtune.tuner.execution.inputs import Tensors, make_tensors
 from flashtune.tuner.execution.timed_runs import kernel_run
 from flashtune.tuner.execution.timing import Run, measure_interleaved, once
@@ -39,6 +40,8 @@ from flashtune.tuner.workloads.shapes import parse_shape
 from flashtune.verification.check import check_kernel
 
 ROUNDS, SPLIT = 31, 5
+SCRIPT = "benchmarks/kernels/drafts.py"
+SAVED = RESULTS / "nvidia-h200-drafts.json.gz"
 PLAIN, TREE = "plain", "tree"
 HEADS = ("heads=8,kv_heads=1", "heads=32,kv_heads=8", "heads=64,kv_heads=8")
 PAGES = "dtype=bf16,head_dim=128,page_size=16,causal"
@@ -106,9 +109,21 @@ def mixed_tensors(problem: Problem, device: torch.device) -> Tensors:
     return msgspec.structs.replace(tensors, q=q, out=out, side=tensors.side._replace(cu_seqlens_q=starts))
 
 
+def texts() -> dict[str, str]:
+    """Returns the table of trees, by name."""
+    saved, rows = load(SAVED, Report), []
+    for row in saved.rows.rows:
+        times = {entry.name: entry.ms for entry in reversed(row.times)}
+        if row.ratio is not None and TREE in times:
+            cells = f"{times[PLAIN]:.4f}", f"{times[TREE]:.4f}", f"{row.ratio:.3f}"
+            rows.append((f"`{row.shape}`", *cells))
+    heads = "problem", "ms without a mask", "ms with a tree mask", "speed over no mask"
+    return {"drafts": "\n".join((f"{run_of(saved.source)}:", "", *table(heads, rows)))}
+
+
 def tree_candidates(problem: Problem, target: Target) -> tuple[Candidate, ...]:
     """Returns the config without splits, a few split ones, and the default of the decoding family."""
-    found = candidates(problem, target)
+    found = candidates(HOPPER, problem, target)
     return (*found[:SPLIT], *(candidate for candidate in found if candidate.family == DECODING))
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 import flashtune
 from benchmarks.dispatch_regret.timing import compile_all
-from benchmarks.saved import save
+from benchmarks.saved import RESULTS, load, run_of, save
 from flashtune.api.explain import Explanation, explain, explain_paged, explain_varlen
 from flashtune.core.errors import KernelError
 from flashtune.core.kernel import Specialization
@@ -34,6 +34,7 @@ from flashtune.templates.forward_hopper.perf_model import split_variants
 from flashtune.templates.forward_hopper.space import HopperConfig
 from flashtune.templates.registry import find_family
 from flashtune.tuner.candidates import Candidate
+from flashtune.tuner.cli.output import table
 from flashtune.tuner.execution.inputs import make_tensors
 from flashtune.tuner.execution.timed_runs import kernel_run
 from flashtune.tuner.execution.timing import measure_interleaved
@@ -90,6 +91,8 @@ CHUNKED = (
     f"{GQA},batch=1,seqlen_q=512|2048,seqlen_kv=16384|65536,causal,page_size=64",
 )
 UNSPLIT = (f"{GQA},seqlen_q=1,batch=1|8,seqlen_kv=4096|8192|16384|65536",)
+SCRIPT = "benchmarks/kernels/invariance.py"
+SAVED = RESULTS / "nvidia-h200-invariance.json.gz"
 GROUPS = {"decode": DECODE, "prefill": PREFILL, "chunked prefill": CHUNKED, "splits": UNSPLIT}
 
 
@@ -313,7 +316,7 @@ def transformer(device: torch.device) -> dict[str, int]:
 
     All but attention is computed in blocks of 64 rows, whose bits do not depend on other blocks.
     """
-    kind, tokens, hidden, layers, words = KINDS[0], 1500, 512, 3, 1024
+    kind, tokens, hidden, layers, words = KINDS[0], 3000, 512, 3, 1024
     torch.manual_seed(1)
     sizes = [kind.heads * kind.width, *(kind.kv_heads * kind.width,) * 2]
     shapes = [*((hidden, size) for size in (*sizes, 2048)), (sizes[0], hidden), (2048, hidden)]
@@ -381,6 +384,29 @@ def summary(rows: list[Row]) -> Iterator[str]:
             if ratios:
                 mean = statistics.geometric_mean(ratios)
                 yield f"{group}: {mean:.3f} of {peer}, worst {min(ratios):.3f}, {len(ratios)} shapes"
+
+
+def texts() -> dict[str, str]:
+    """Returns the table of the saved times, by name."""
+    saved, rows = load(SAVED, Report), []
+    for group in GROUPS:
+        own = [row.times for row in saved.rows.times if row.group == group]
+        cells = []
+        for peer in ("unconstrained", "unsplit"):
+            ratios = [times[peer] / times["invariant"] for times in own if peer in times]
+            cells += (
+                [f"{statistics.geometric_mean(ratios):.3f}", f"{min(ratios):.3f}"] if ratios else ["–", "–"]
+            )
+        rows.append((group, str(len(own)), *cells))
+    heads = (
+        "calls",
+        "shapes",
+        "speed over unconstrained, mean",
+        "worst",
+        "over one program for a tile, mean",
+        "worst",
+    )
+    return {"invariance": "\n".join((f"{run_of(saved.source)}:", "", *table(heads, rows)))}
 
 
 def candidates(problem: Problem, target: Target) -> tuple[tuple[str, Problem, Candidate], ...]:

@@ -9,7 +9,7 @@ NEW_MAX = "gl.where(grows, block_max, row_max)"
 FIRST = "n_first = gl.minimum(tile.split * SPLIT_BLOCKS, n_end - 1)"
 LAST = "n_last = gl.minimum((tile.split + 1) * SPLIT_BLOCKS, n_end) - 1"
 FINAL = "return n_first, gl.maximum(n_first, n_last), tile.split * SPLIT_BLOCKS >= n_end"
-COUNT = "splits = triton.cdiv(k.shape[2], 1024)"
+COUNT = "splits = triton.cdiv(k.shape[2], 2048)"
 PART = "part = last - first - step"
 SHARED = (
     Patch(FIRST, "n_first = tile.split * n_end // splits"),

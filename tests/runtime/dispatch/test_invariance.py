@@ -88,7 +88,7 @@ def a_call(dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
 def test_explanations_show_the_order() -> None:
     text = str(flashtune.explain(*a_call(), batch_invariant=True))
     assert "invariant on nvidia-h200: generated" in text
-    assert "order of arithmetic: split_keys=1024, block_n=128" in text
+    assert "order of arithmetic: split_keys=2048, block_n=128" in text
 
 
 @pytest.mark.parametrize(
