@@ -12,7 +12,7 @@
 - `flashtune.quantize` converts inputs to 8-bit floats.
 - `flashtune.PagedKVCache` stores keys and values of growing sequences.
 - `flashtune.record_calls` counts the calls of a program.
-- `flashtune.set_batch_invariant` makes all calls batch-invariant.
+- `flashtune.set_batch_invariant` sets the default of `batch_invariant`.
 - `flashtune.check_ranks` checks that ranks dispatch alike. `flashtune.table_hash` is a hash of their tables.
 
 All errors are subclasses of `flashtune.FlashtuneError`.

@@ -7,10 +7,18 @@ import torch
 from torch import Tensor
 
 from flashtune.core.canonical import rounded_up
+from flashtune.core.kernel import Specialization
+from flashtune.core.layouts import DTYPES, KV_DTYPES
+from flashtune.core.problem import PAGE_SIZES, Causal, Problem
+from flashtune.core.target import find_target
 from flashtune.request.call import Call, paged_call, varlen_call
 from flashtune.runtime.call_key import unsigned
 from flashtune.runtime.session import SESSION
+from flashtune.templates.family import unsupported_reason
+from flashtune.templates.registry import find_family
 
+# The family of batch-invariant kernels, and the compute capability of its GPUs.
+INVARIANT_FAMILY, INVARIANT = "forward_hopper", (9, 0)
 # Keyword arguments of `attention_paged` and `attention_varlen`.
 Options = Mapping[str, Any]
 
@@ -89,3 +97,26 @@ def with_regular_strides(pages: Tensor) -> Tensor:
         if pages.shape[dim] == 1:
             strides[dim] = strides[2] * pages.shape[2]
     return pages if tuple(strides) == pages.stride() else torch.as_strided(pages, pages.shape, strides)
+
+
+def unordered_reason(
+    head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype, capability: tuple[int, int]
+) -> str | None:
+    """Returns why no batch-invariant kernel decodes pages of a model with such types and GPUs, or None."""
+    if capability != INVARIANT:
+        return "batch-invariant kernels need sm_90"
+    problem = Problem(
+        dtype=DTYPES[dtype],
+        heads=1,
+        kv_heads=1,
+        batch=1,
+        seqlen_q=1,
+        seqlen_kv=PAGE_SIZES[-1],
+        head_dim=head_dim,
+        value_head_dim=head_dim,
+        causal=Causal.BOTTOM_RIGHT,
+        page_size=PAGE_SIZES[-1],
+        kv_dtype=None if kv_dtype is dtype else KV_DTYPES[kv_dtype],
+        batch_invariant=True,
+    )
+    return unsupported_reason(find_family(INVARIANT_FAMILY), problem, find_target("h100"), Specialization())

@@ -16,6 +16,7 @@ from flashtune.integrations.paged_batch import (
     cache_call,
     packed_call,
     rounded_pages,
+    unordered_reason,
     window_of,
     with_regular_strides,
 )
@@ -220,4 +221,8 @@ def unsupported_reason(runner: ModelRunner) -> str | None:
         return f"takes pages of {sizes} tokens, and these have {runner.page_size}: pass --page-size 64"
     if runner.kv_cache_dtype not in {runner.dtype, torch.float8_e4m3fn}:
         return f"takes a KV cache of {runner.dtype} or fp8_e4m3, not {runner.kv_cache_dtype}"
+    if runner.server_args.enable_deterministic_inference:
+        types = runner.model_config.head_dim, runner.dtype, runner.kv_cache_dtype
+        reason = unordered_reason(*types, torch.cuda.get_device_capability())
+        return reason and f"cannot serve deterministically: {reason}"
     return None

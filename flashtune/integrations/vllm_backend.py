@@ -24,6 +24,7 @@ from flashtune.integrations.paged_batch import (
     cache_call,
     packed_call,
     prepare,
+    unordered_reason,
     window_of,
     with_regular_strides,
 )
@@ -52,8 +53,6 @@ SMALLEST_PAGE = 16
 DECODER = "decoder"
 ENCODERS = ("encoder", "encoder_only")
 ATTENTION_TYPES = (DECODER, *ENCODERS, "encoder_decoder")
-# The compute capability of batch-invariant kernels.
-INVARIANT = (9, 0)
 
 
 def is_invariant() -> bool:
@@ -158,8 +157,9 @@ class Configurations:
         """Returns why the type of the cache does not go with the model's type or the GPU, or None."""
         if PLAIN.get(kv_cache_dtype or "", dtype) is not dtype:
             return f"a KV cache of {kv_cache_dtype} needs a model of this type"
-        if is_invariant() and tuple(device_capability) != INVARIANT:
-            return "batch-invariant kernels need sm_90"
+        if is_invariant():
+            stored = torch.float8_e4m3fn if kv_cache_dtype in E4M3 else dtype
+            return unordered_reason(head_size, dtype, stored, tuple(device_capability))
         if kv_cache_dtype in E4M3 and tuple(device_capability) < (8, 9):
             return "a KV cache in fp8 needs sm_89 or newer"
         return None

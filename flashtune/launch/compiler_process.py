@@ -13,6 +13,7 @@ from typing import IO, Any
 
 import msgspec
 
+from flashtune.core.decoders import json_decoder
 from flashtune.core.errors import KernelError
 from flashtune.core.kernel import Kernel, Specialization
 from flashtune.core.problem import Problem
@@ -62,7 +63,7 @@ class CompilerProcess:
         with contextlib.suppress(OSError, ValueError, msgspec.MsgspecError):
             answer = self._ask(msgspec.json.encode(work) + b"\n")
             if answer:
-                return msgspec.json.decode(answer, type=Kernel)
+                return json_decoder(Kernel).decode(answer)
         status = self.close()
         if status < 0:
             raise KernelError(f"the compiler's process ended by signal {-status}")

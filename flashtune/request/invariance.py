@@ -6,7 +6,9 @@ _is_default = False
 
 
 def set_batch_invariant(flag: bool) -> None:
-    """Sets the default of `batch_invariant` for all later calls of this process, on all threads.
+    """Sets the default of `batch_invariant` for later calls of flashtune in this process, on all threads.
+
+    Replaced operators of torch and transformers, plans and saved graphs do not follow it.
 
     Raises:
         ProblemError: `flag` is not a bool.

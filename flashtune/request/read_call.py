@@ -185,8 +185,8 @@ def _check_dtypes(call: Call) -> None:
         raise ProblemError(f"q is {q}: no kernel takes it, pass bfloat16, float16, float32 or float8_e4m3fn")
     if q in DTYPES and DTYPES[q] is Dtype.E4M3 and not call.is_plain:
         raise ProblemError(
-            f"q is {q}: with masks, packed sequences, pages or a quantised cache pass it in bfloat16, "
-            "float16 or float32"
+            f"q is {q}: with masks, packed sequences, pages, a quantised cache or batch_invariant pass it in "
+            "bfloat16, float16 or float32"
         )
     if k is not v or (k is not q and k not in KV_DTYPES):
         raise ProblemError(

@@ -74,10 +74,11 @@ def runner_of(batch: Batch, pool: Any, context: int = CONTEXT, **changes: Any) -
         "kv_cache_dtype": pool.buffers[0].dtype,
         "token_to_kv_pool": pool,
         "req_to_token_pool": SimpleNamespace(req_to_token=rows),
-        "model_config": SimpleNamespace(context_len=context, is_encoder_decoder=False),
+        "model_config": SimpleNamespace(context_len=context, is_encoder_decoder=False, head_dim=batch.width),
         "use_mla_backend": False,
         "spec_algorithm": SimpleNamespace(is_speculative=lambda: False),
         "attention_chunk_size": None,
+        "server_args": SimpleNamespace(enable_deterministic_inference=False),
     }
     return SimpleNamespace(**(fields | changes))
 

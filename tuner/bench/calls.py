@@ -78,6 +78,8 @@ def program_call(problem: Problem, tensors: Tensors) -> ProgramCall:
         options["softcap"] = side.softcap
     if problem.deterministic:
         options["deterministic"] = True
+    if problem.batch_invariant:
+        options["batch_invariant"] = True
     if problem.page_size:
         call = _paged(problem, tensors)
     elif problem.packed:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from flashtune.core.decoders import json_decoder
 from flashtune.core.errors import TableError
 from flashtune.core.files import replace_file
 from flashtune.core.kernel import Kernel
@@ -95,7 +96,7 @@ def has_received(folder: Path) -> bool:
 def _local_list(path: Path, contents: dict[Path, bytes], folder: Path) -> bytes:
     """Returns a list of files with the paths of this machine."""
     try:
-        listed = msgspec.json.decode(contents[path], type=FileList)
+        listed = json_decoder(FileList).decode(contents[path])
     except UNDECODABLE as error:
         raise TableError("a list of compiled files is damaged") from error
     present = [name for name in listed.child_paths if path.parent / name in contents]

@@ -148,6 +148,17 @@ def test_unsupported_servers_are_named(sglang: Any, changes: dict[str, Any], say
         sglang.backend_class()(runner_of(batch, KVPool(batch, torch.float32), **changes))
 
 
+def test_servers_without_deterministic_kernels_are_named(
+    sglang: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch, wanted = make_batch(PROMPTS), SimpleNamespace(enable_deterministic_inference=True)
+    runner = runner_of(batch, KVPool(batch, torch.float32), server_args=wanted)
+    for capability, says in {(9, 0): "not fp32", (8, 0): "sm_90"}.items():
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda found=capability: found)
+        with pytest.raises(ValueError, match=f"deterministically: .*{says}"):
+            sglang.backend_class()(runner)
+
+
 def test_unsupported_layers_and_arguments_are_named(sglang: Any) -> None:
     batch = make_batch(PROMPTS)
     backend = sglang.backend_class()(runner_of(batch, KVPool(batch, torch.float32)))

@@ -194,6 +194,24 @@ def test_another_group_of_layers_gets_its_own_pages(vllm: Any) -> None:
     assert metadata.slot_mapping is not slots
 
 
+def test_configurations_without_batch_invariant_kernels_are_named(
+    vllm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    for head_dim, dtype, cache, capability, words in (
+        (128, torch.bfloat16, "auto", (9, 0), None),
+        (128, torch.bfloat16, "fp8", (9, 0), None),
+        (96, torch.bfloat16, "fp8", (9, 0), "head dims 64 and 128"),
+        (84, torch.bfloat16, "auto", (9, 0), "in steps of 8"),
+        (128, torch.float32, "auto", (9, 0), "not fp32"),
+        (128, torch.bfloat16, "auto", (8, 0), "sm_90"),
+    ):
+        reason = vllm.Backend.supports_combination(
+            head_dim, dtype, cache, 16, False, False, False, False, capability
+        )
+        assert reason is None if words is None else words in reason
+
+
 def test_unsupported_configurations_are_named(vllm: Any) -> None:
     def reason(kv_cache_dtype: str, dtype: torch.dtype, capability: tuple[int, int]) -> str | None:
         text: str | None = vllm.Backend.supports_combination(
@@ -207,6 +225,6 @@ def test_unsupported_configurations_are_named(vllm: Any) -> None:
     assert "of this type" in str(reason("float16", torch.bfloat16, (9, 0)))
     assert vllm.Backend.supports_head_size(256)
     assert not vllm.Backend.supports_head_size(257)
-    assert not vllm.Backend.supports_batch_invariance()
+    assert vllm.Backend.supports_batch_invariance()
     assert vllm.Backend.get_impl_cls() is vllm.Impl
     assert vllm.Backend.get_builder_cls() is vllm.Builder
