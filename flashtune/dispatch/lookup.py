@@ -179,8 +179,9 @@ def default_selections(
     problem: Problem, target: Target, specialization: Specialization
 ) -> Iterator[Selection]:
     """Yields the default configs of families that compute a problem for such tensors, the preferred first."""
-    able = (family for family in families() if _why_not(family, problem, target, specialization) is None)
-    for family in sorted(able, key=lambda family: _default_rank(family, problem, target)):
+    able = [family for family in families() if _why_not(family, problem, target, specialization) is None]
+    splitting = next((name for name in SPLIT_TILES_LEADS if find_family(name) in able), "")
+    for family in sorted(able, key=lambda family: _default_rank(family, problem, target, splitting)):
         record = Record(
             problem=problem,
             target=target.name,
@@ -195,8 +196,13 @@ def default_selections(
         yield Selection(record=record, standing=VerificationStatus.UNPROVEN, source="default")
 
 
-def _default_rank(family: Family, problem: Problem, target: Target) -> tuple[bool, float, str]:
-    """Returns the key by which families are tried for a problem without a tuned shape, the least first."""
+def _default_rank(
+    family: Family, problem: Problem, target: Target, splitting: str
+) -> tuple[bool, float, str]:
+    """Returns the key by which families are tried for a problem without a tuned shape, the least first.
+
+    `splitting` is the family of SPLIT_TILES_LEADS that is preferred for such tensors.
+    """
     if problem.block_mask:
         # No order is the fastest for all: it depends on the size of blocks and on whether heads share lists.
         ms = family.makespan_ms(problem, family.default(problem, target), target)
@@ -206,7 +212,7 @@ def _default_rank(family: Family, problem: Problem, target: Target) -> tuple[boo
         rows = problem.group_size * problem.seqlen_q
         tiles = problem.batch * math.ceil(rows / LATENT_ROWS)
         return False, -2 if rows >= LATENT_ROWS or 4 * tiles >= target.sm_count else 0, family.name
-    if family.name in SPLIT_TILES_LEADS and _splits_tiles(family, problem, target):
+    if family.name == splitting and _splits_tiles(family, problem, target):
         return False, -2, family.name
     if family.name == DECODING_FAMILY and (problem.seqlen_q <= FEW_QUERIES or _splits_pay(problem, target)):
         return False, -1, family.name

@@ -65,6 +65,7 @@ def call_of(name: str) -> Call:
         "slopes": torch.zeros(BATCH, HEADS),
         "bias": torch.zeros(*rows, SEQLEN_KV, dtype=torch.bool if asked.get("bias") == "boolean" else dtype),
         "sinks": torch.zeros(HEADS),
+        "tree": torch.zeros(BATCH, SEQLEN_Q, SEQLEN_Q, dtype=torch.bool),
         "prefix": torch.zeros(BATCH, dtype=torch.int32),
         "cu_seqlens_q": starts,
         "cu_seqlens_kv": starts * (SEQLEN_KV // SEQLEN_Q),

@@ -96,7 +96,7 @@ def test_unaligned_tensors_get_a_kernel_that_can_address_them(keys: int, feature
         for tables in (_tables(RECORDS), _tables(()))
     }
     assert families[Alignment.SIXTEEN] == "forward_hopper"
-    assert families[Alignment.ANY] == ("decode_split_kv" if keys > 512 else "forward_q_outer")
+    assert families[Alignment.ANY] == ("forward_masked" if keys > 512 else "forward_q_outer")
 
 
 @pytest.mark.parametrize(

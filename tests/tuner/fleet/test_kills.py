@@ -1,5 +1,6 @@
 """Workers, drivers and connections are killed at random moments: nothing is lost, doubled or left open."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -23,7 +24,10 @@ def test_faults_lose_and_double_nothing(
     file, kills = tmp_path / "rows.json", fuzz_count(12, 200)
     command = [sys.executable, "-m", "benchmarks.fleet_trials", trial, "--save", str(file)]
     command += ["--kills", str(kills)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200, check=False)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1200, check=False
+    )
     assert done.returncode == 0, done.stderr
     (row,) = load(file, list[TrialRow]).rows
     assert (row.lost, row.doubled, row.timed_twice, row.unfinished) == (0, 0, 0, 0)
