@@ -6,6 +6,7 @@
 
 - `flashtune.attention_varlen` computes attention of packed sequences, and `flashtune.attention_paged`
   attention with a paged KV cache.
+- `flashtune.flex_attention` computes attention with a score function and a mask function of the program.
 - `flashtune.plan` prepares a call in advance.
 - `flashtune.explain` returns the backend of a call and the reason.
 - `flashtune.BlockMask` names the blocks of keys that each block of queries sees.
@@ -40,6 +41,7 @@ from flashtune.core.errors import (
 if TYPE_CHECKING:
     from flashtune.api.attention import attention
     from flashtune.api.explain import Explanation, explain, explain_paged, explain_varlen
+    from flashtune.api.flex_attention import explain_flex, flex_attention
     from flashtune.api.merge_states import merge_attention
     from flashtune.api.paged import attention_paged, plan_paged
     from flashtune.api.plan import Plan, plan
@@ -78,8 +80,10 @@ __all__ = [
     "attention_varlen",
     "check_ranks",
     "explain",
+    "explain_flex",
     "explain_paged",
     "explain_varlen",
+    "flex_attention",
     "merge_attention",
     "plan",
     "plan_paged",
@@ -93,6 +97,7 @@ __all__ = [
 _MODULES = {
     "flashtune.api.attention": ("attention",),
     "flashtune.api.explain": ("Explanation", "explain", "explain_paged", "explain_varlen"),
+    "flashtune.api.flex_attention": ("explain_flex", "flex_attention"),
     "flashtune.api.merge_states": ("merge_attention",),
     "flashtune.api.paged": ("attention_paged", "plan_paged"),
     "flashtune.api.plan": ("Plan", "plan"),

@@ -13,6 +13,7 @@ from flashtune.core.config import Config
 from flashtune.core.errors import KernelError
 from flashtune.core.kernel import Kernel, Specialization
 from flashtune.core.problem import Problem
+from flashtune.templates.common.args.function_lines import function_lines
 from flashtune.templates.common.args.side import side_names
 from flashtune.templates.common.checks import check_context
 from flashtune.templates.dead_branches import remove_dead_branches
@@ -70,7 +71,7 @@ def _flags(values: Context) -> dict[str, bool]:
 
 @functools.cache
 def _environment() -> jinja2.Environment:
-    return jinja2.Environment(
+    environment = jinja2.Environment(
         loader=jinja2.FunctionLoader(_read_template),
         undefined=jinja2.StrictUndefined,
         autoescape=False,  # noqa: S701 - Python source, from ints, bools and enums alone
@@ -78,6 +79,8 @@ def _environment() -> jinja2.Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
+    environment.globals["function_lines"] = function_lines
+    return environment
 
 
 def parse_templates() -> None:

@@ -26,11 +26,15 @@ STATE = {
     "launch/compilation.py _lock": "guards the import of rendered files and Triton's interpreter",
     "launch/tma_descriptors.py _thread": "descriptors of one thread's launches",
     "core/decoders.py _building": "guards the types of msgspec, which all sessions share",
+    "request/functions/block_lists.py _known": "weak: lists live as long as the program's masks",
+    "request/functions/tracing.py _known": "weak: expressions live as long as the program's functions",
     "core/files.py _lock_files": "a forked child closes them",
     "core/notices.py _seen_messages": "warnings of modules below all sessions",
 }
 # Dictionaries with entries that `core.caches.keep` does not add.
 ADDED_DIRECTLY = {
+    "core/expressions/builder.py self._places": "nodes of one expression, up to MAX_BUILT",
+    "core/expressions/builder.py self._splits": "nodes of one expression, up to MAX_BUILT",
     "integrations/torch.py self._libraries": "an entry for each operator",
     "integrations/torch.py self._overrides": "an entry for each operator",
     "kv_cache/block_manager.py self._holdings": "entries are removed with their sequences",
@@ -39,6 +43,10 @@ ADDED_DIRECTLY = {
     "launch/kernel_cache.py self._binaries": "loaded kernels stay loaded",
     "launch/tma_descriptors.py self._together": "cleared at MAX_ADDRESSES",
     "launch/workspaces.py self._addresses": "an entry for each workspace that is kept",
+    "request/functions/tracing.py self.lines": "of one trace",
+    "request/functions/tracing.py self.operands": "of one trace",
+    "request/functions/tracing.py self.tracer.constants": "of one trace",
+    "request/functions/tracing.py tracer.operands": "of one trace",
     "runtime/background.py self._streams": "an entry for each device",
     "runtime/backward_executors.py self._launches": "cleared at MAX_LAUNCHES",
 }
@@ -51,6 +59,9 @@ FUNCTIONS = {
     "dispatch/tables.py tuned_records": "decisions do not change in a process",
     "integrations/host_library.py host_subclass": "a class is defined once",
     "integrations/operator_overrides.py _allocators": "a function of its arguments, in each served call",
+    "request/functions/block_lists.py classified_lists": "a function of its arguments, up to MAX_CLASSIFIED",
+    "request/functions/closures.py _names_of": "a function of its argument, in each call; up to MAX_CODES",
+    "request/functions/call.py _numbers": "captured numbers on a device, up to MAX_KEPT",
     "launch/compilation.py interpreting": "Triton reads the variable once",
 }
 

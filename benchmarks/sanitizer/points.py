@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from flashtune.core.errors import ProblemError
+from flashtune.core.expressions.text import parse_functions
 from flashtune.core.kernel import Alignment, Kernel, Specialization
 from flashtune.core.problem import (
     PAGE_SIZES,
@@ -59,6 +60,15 @@ FEW_TILES = 64
 # Inputs and outputs of a problem: they are made on the CPU.
 MAX_BYTES = 2**27
 
+# A document mask with a window, and a relative bias with a cap.
+FUNCTIONS = (
+    "key.query.subtract/1/0.int_number.less/2/3.load/0.load/1.equal/5/6.and/4/7:-1:8:int32x1",
+    (
+        "score.head.query.key.subtract/2/3.int@-64.maximum/4/5.int@64.minimum/6/7.add/8/7.load/1/9.add/0/10"
+        ".float_number.divide/11/12.tanh/13.multiply/12/14:15:-1:fp32x2"
+    ),
+)
+
 ASKED: dict[Feature, tuple[dict[str, Any], ...]] = {
     Feature.WINDOW: (
         {"window_left": 100},
@@ -73,6 +83,9 @@ ASKED: dict[Feature, tuple[dict[str, Any], ...]] = {
         {"block_mask": 64},
         {"block_mask": 128},
         {"block_mask": 64, "block_lists": BlockLists.GROUP},
+    ),
+    Feature.FUNCTIONS: tuple(
+        {"functions": parse_functions(text), "causal": Causal.NONE} for text in FUNCTIONS
     ),
     Feature.SOFTCAP: ({"softcap": True},),
     Feature.ALIBI: ({"alibi": True},),

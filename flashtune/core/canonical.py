@@ -8,6 +8,8 @@ from collections.abc import Iterable
 
 import msgspec
 
+from flashtune.core.expressions.nodes import Functions
+from flashtune.core.expressions.text import functions_text
 from flashtune.core.features.records import DEFAULTS, BlockLists
 from flashtune.core.features.table import FEATURES
 from flashtune.core.problem import Causal, Feature, Problem
@@ -117,8 +119,12 @@ def _feature_texts(problem: Problem) -> tuple[str, ...]:
     ]
     values = [(field, getattr(problem, field)) for field in fields]
     present = ((name, value) for name, value in values if value != DEFAULTS[name])
-    texts = (name if value is True else f"{name}={value}" for name, value in present)
+    texts = (name if value is True else f"{name}={_word(value)}" for name, value in present)
     return _window_text(problem), *texts
+
+
+def _word(value: object) -> object:
+    return functions_text(value) if isinstance(value, Functions) else value
 
 
 def _window_text(problem: Problem) -> str:

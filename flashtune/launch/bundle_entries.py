@@ -12,7 +12,7 @@ from flashtune.bundle.driver import SIZES
 from flashtune.bundle.program import check_entry
 from flashtune.bundle.records import Descriptor, Entry, Parameter, Plan, Stage, Workspace
 from flashtune.core.errors import BundleError
-from flashtune.core.features.records import ExtraInputs
+from flashtune.core.features.records import TABLES, ExtraInputs
 from flashtune.core.kernel import Argument, Kernel
 from flashtune.core.layouts import TORCH_DTYPES
 from flashtune.core.problem import Problem
@@ -29,7 +29,8 @@ from flashtune.launch.workspaces import FLOAT32
 DIMENSIONS = {
     "q_scale": 2, "k_scale": 2, "v_scale": 2, "slopes": 2, "bias": 4, "sinks": 1, "prefix": 1,
     "cu_seqlens_q": 1, "cu_seqlens_kv": 1, "seqlens_kv": 1, "block_table": 2, "block_counts": 3,
-    "block_indices": 4, "seed": 1, "tree": 3,
+    "block_indices": 4, "seed": 1, "tree": 3, "full_counts": 3, "function_ints": 1,
+    "function_floats": 1, **dict.fromkeys(TABLES, 1),
 }  # fmt: skip
 # Triton numbers three element types of descriptors in another order than the driver.
 ELEMENT_TYPES = {8: 10, 9: 8, 10: 9}

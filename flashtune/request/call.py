@@ -55,11 +55,16 @@ class Options(NamedTuple):
     deterministic: bool = False  # Whether gradients must be reproducible bit for bit.
     block_size: int = 0  # Queries and keys of a block of the block mask; 0 without one.
     batch_invariant: bool = False  # Whether the bits of a row must not depend on the batch.
+    functions: str = ""  # Score and mask functions as text; see `flashtune.core.expressions.text`.
 
     @property
     def has_mask(self) -> bool:
-        """Whether a window or chunks are given. Sink tokens alone have no effect."""
-        return bool(self.chunk) or self.window_left is not None or self.window_right is not None
+        """Whether a window, chunks or functions are given. Sink tokens alone have no effect."""
+        return (
+            bool(self.chunk or self.functions)
+            or self.window_left is not None
+            or self.window_right is not None
+        )
 
 
 class Call(NamedTuple):

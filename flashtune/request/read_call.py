@@ -1,10 +1,14 @@
 """The conversion of a call to a request, with all checks of its arguments."""
 
+import functools
+
 import torch
 
 from flashtune.core.arguments import read_scale
 from flashtune.core.canonical import normal_form, rounded_up
 from flashtune.core.errors import ProblemError
+from flashtune.core.expressions.nodes import NO_FUNCTIONS
+from flashtune.core.expressions.text import parse_functions
 from flashtune.core.features.table import flags_of
 from flashtune.core.layouts import DENSE_LAYOUTS, DTYPES, KV_DTYPES, LAYOUTS, Layout
 from flashtune.core.problem import MAX_HEAD_DIM, Bias, Dtype, KvDtype, KvScale, Problem
@@ -12,9 +16,17 @@ from flashtune.request.arguments import CAUSALS, read_option
 from flashtune.request.call import Call, requires_grad
 from flashtune.request.quantization import check_scales
 from flashtune.request.request import PREFERENCES, Prefer, Request
-from flashtune.request.side_inputs import block_lists, check_kinds, check_shapes, scale_kind, side_views
+from flashtune.request.side_inputs import (
+    block_lists,
+    check_kinds,
+    check_shapes,
+    check_tables,
+    scale_kind,
+    side_views,
+)
 from flashtune.request.tensor_checks import check_double, check_extents, dtype_of, require_dense
 
+known_functions = functools.lru_cache(256)(parse_functions)
 ORDERS = {
     Layout.BHSD: "[batch, heads, seqlen, head_dim]",
     Layout.BSHD: "[batch, seqlen, heads, head_dim]",
@@ -73,6 +85,7 @@ def read_call(call: Call, needs_grad: bool | None = None) -> Request:
         sink_tokens=options.sink_tokens,
         chunk=options.chunk,
         block_mask=options.block_size,
+        functions=known_functions(options.functions) if options.functions else NO_FUNCTIONS,
         block_lists=block_lists(side, q.shape[1], k.shape[1]),
         bias=_bias_kind(call),
         packed=rounded_up(q.shape[2]) if packed else 0,
@@ -85,6 +98,7 @@ def read_call(call: Call, needs_grad: bool | None = None) -> Request:
     )
     check_extents(problem)
     check_shapes(problem, side, batch, options.max_seqlen_q if packed else q.shape[2])
+    check_tables(problem, side)
     problem = normal_form(problem)
     if problem.dtype.is_quantized:
         check_scales(problem, q.device, side)

@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 
 from flashtune.core.errors import ProblemError
+from flashtune.core.expressions.nodes import Op
 from flashtune.core.features.description import TensorInput
-from flashtune.core.features.records import ExtraInputs
+from flashtune.core.features.functions import TORCH_TABLES, function_tensors
+from flashtune.core.features.records import TABLES, ExtraInputs
 from flashtune.core.features.table import TENSOR_INPUTS
 from flashtune.core.problem import BlockLists, KvScale, Problem
 from flashtune.request.tensor_checks import require_dense
@@ -56,6 +58,33 @@ def check_shapes(problem: Problem, side: ExtraInputs, batch: int, longest: int) 
             f"block_table has shape {list(side.block_table.shape)}: pass [{batch}, pages of the longest], "
             "the pages of each sequence in order"
         )
+
+
+def check_tables(problem: Problem, side: ExtraInputs) -> None:
+    """Checks the captured tensors of functions: their types, and sizes of dimensions that places index."""
+    functions = problem.functions
+    extents = {
+        Op.BATCH: problem.batch,
+        Op.HEAD: problem.heads,
+        Op.QUERY: problem.seqlen_q,
+        Op.KEY: problem.seqlen_kv,
+    }
+    tables = [getattr(side, name) for name in TABLES]
+    kinds = [(table.dtype, table.dim()) for table in tables if table is not None]
+    expected = [(TORCH_TABLES()[table.dtype], table.dimensions) for table in functions.tables]
+    if kinds != expected or function_tensors(problem) - {
+        tensor for tensor in ExtraInputs._fields if getattr(side, tensor) is not None
+    }:
+        raise ProblemError(f"functions capture tensors of {expected} and the call has {kinds}: pass these")
+    for node in functions.nodes:
+        for axis, operand in enumerate(node.operands if node.op is Op.LOAD else ()):
+            needed, size = extents.get(functions.nodes[operand].op, 0), tables[node.value].shape[axis]
+            if size < needed:
+                shape, place = list(tables[node.value].shape), functions.nodes[operand].op
+                raise ProblemError(
+                    f"a captured tensor is {shape} and a function indexes dimension {axis} by each {place}: "
+                    f"pass at least {needed} elements there"
+                )
 
 
 def scale_kind(k_scale: Tensor, v_scale: Tensor, paged: bool, places: int, kv_heads: int) -> KvScale:
@@ -145,8 +174,11 @@ def _with_lists(problem: Problem, side: ExtraInputs, counts: Tensor) -> ExtraInp
             "block"
         )
     shape = problem.batch, heads, queries
+    full = side.full_counts
     return side._replace(
-        block_counts=counts.expand(shape), block_indices=indices.expand(*shape, indices.shape[3])
+        block_counts=counts.expand(shape),
+        block_indices=indices.expand(*shape, indices.shape[3]),
+        full_counts=None if full is None else full.expand(shape),
     )
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-from flashtune.core.features.records import NUMBERS, TENSORS, ExtraInputs
+from flashtune.core.features.records import NUMBERS, TABLES, TENSORS, ExtraInputs
 from flashtune.request.call import Call, Options, known_if_empty
 from flashtune.request.request import Result
 
@@ -36,6 +36,8 @@ LATER: dict[str, Any] = {
     "block_indices": None,
     "tree": None,
     "batch_invariant": False,
+    "functions": "",
+    **dict.fromkeys(("full_counts", "function_ints", "function_floats", *TABLES)),
 }
 ALL = (*(name for name in OPERANDS if name not in LATER), *LATER)
 DEFAULTS = tuple(LATER.values())
@@ -46,7 +48,7 @@ _as_given: Callable[[Sequence[Any]], tuple[Any, ...]] = itemgetter(*map(ALL.inde
 
 def schema(names: Sequence[str] = ALL, optional: int = len(DEFAULTS)) -> str:
     """Returns the operands of a schema as text. The last `optional` ones have defaults."""
-    values = {"bool": "=False", "SymInt": "=0"}
+    values = {"bool": "=False", "SymInt": "=0", "str": "=''"}
     defaults = [""] * (len(names) - optional) + [
         values.get(OPERANDS[name], "=None") for name in names[len(names) - optional :]
     ]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from flashtune.core.features.description import ScoreRows
+from flashtune.core.features.functions import visible_by_function
 from flashtune.core.features.masks import seen_keys, seen_newest, seen_pairs
 from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs, FeatureFields
 from flashtune.core.features.table import TENSOR_INPUTS, changed_scores
@@ -298,6 +299,14 @@ def _hidden(problem: Problem, q: Tensor, k: Tensor, side: ExtraInputs) -> Tensor
         seen = seen & side.bias
     if problem.block_mask:
         seen = seen & seen_pairs(problem, side, torch.arange(q.shape[2], device=q.device), k.shape[2])
+    if problem.functions.mask >= 0:
+        batch, head, query = (
+            torch.arange(extent, device=q.device).view(shape)
+            for extent, shape in zip(q.shape[:3], ((-1, 1, 1, 1), (1, -1, 1, 1), (1, 1, -1, 1)), strict=True)
+        )
+        shown = visible_by_function(problem, side, batch, head, query, k.shape[2])
+        assert shown is not None
+        seen = seen & shown
     return ~seen
 
 

@@ -74,7 +74,7 @@ def check_values(request: Request, q: Tensor, k: Tensor, side: ExtraInputs) -> N
         else:
             check_pages(problem, side.block_table, side.seqlens_kv, k.shape[0])
     if side.block_counts is not None and side.block_indices is not None:
-        _check_lists(problem, side.block_counts, side.block_indices)
+        _check_lists(problem, side.block_counts, side.block_indices, side.full_counts)
     if problem.kv_scale is not KvScale.PAGE:
         _check_scales(("q_scale", side.q_scale), ("k_scale", side.k_scale))
     index = None if side.prefix is None else _first(side.prefix < 0)
@@ -108,7 +108,7 @@ def check_pages(problem: Problem, table: Tensor, lengths: Tensor, pages: int) ->
         )
 
 
-def _check_lists(problem: Problem, counts: Tensor, indices: Tensor) -> None:
+def _check_lists(problem: Problem, counts: Tensor, indices: Tensor, full: Tensor | None) -> None:
     """Checks the lists of a block mask."""
     width, blocks = indices.shape[-1], -(-problem.seqlen_kv // problem.block_mask)
     index = _first((counts < 0) | (counts > width))
@@ -119,6 +119,13 @@ def _check_lists(problem: Problem, counts: Tensor, indices: Tensor) -> None:
         )
     own = torch.arange(width, device=counts.device) < counts[..., None]
     before = torch.nn.functional.pad(indices[..., :-1], (1, 0), value=-1)
+    if full is not None:
+        # Blocks that are visible in full are first, in ascending order of their own.
+        if (index := _first((full < 0) | (full > counts))) is not None:
+            raise ProblemError(
+                f"full_counts{list(index)} is {_at(full, index)}: pass at most the list's length"
+            )
+        before = before.masked_fill(torch.arange(width, device=full.device) == full[..., None], -1)
     index = _first(own & ((indices <= before) | (indices >= blocks)))
     if index is not None:
         raise ProblemError(

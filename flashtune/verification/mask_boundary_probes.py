@@ -66,7 +66,7 @@ def _neighbours(
     """Returns a visible key of each row and a hidden neighbour: [batch, heads, seqlen_q] on the CPU."""
     number = torch.arange(problem.batch * problem.heads)
     all_rows = Rows(number // problem.heads, number % problem.heads, torch.arange(problem.seqlen_q))
-    masks = distinct_masks(lengths, side, all_rows)
+    masks = distinct_masks(lengths, side, all_rows, problem.functions.mask >= 0)
     pairs = problem.seqlen_q * (problem.seqlen_kv + 1)
     where = compared_on(COMPARISONS_OF_A_MASK * len(masks.rows.batch) * pairs, generator.device)
     drawn = torch.rand(len(number), problem.seqlen_q, generator=aside(generator, 3), dtype=torch.float64)

@@ -7,7 +7,7 @@ Computes     bf16, head dim 128, value head dim 128, causal: bottom_right
 Config       block_m 128, block_n 64, 4 warps, 2 stages, descriptor loads, overlap_qk False, split_masked_loop True,
              split_head_dim False, lpt False, heads_innermost False, maxnreg 0
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     forward_q_outer f1598c8d8373
+Template     forward_q_outer 26cbb3345d8d
 
 Algorithm of a program, for a tile of queries
   running_max, running_sum, accumulator = -inf, 0, 0

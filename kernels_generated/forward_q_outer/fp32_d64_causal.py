@@ -7,7 +7,7 @@ Computes     fp32, head dim 64, value head dim 64, causal: bottom_right
 Config       block_m 64, block_n 64, 4 warps, 1 stages, descriptor loads, overlap_qk False, split_masked_loop True,
              split_head_dim False, lpt True, heads_innermost True, maxnreg 128, input_precision bf16x6
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     forward_q_outer f1598c8d8373
+Template     forward_q_outer 26cbb3345d8d
 
 Algorithm of a program, for a tile of queries
   running_max, running_sum, accumulator = -inf, 0, 0

@@ -45,7 +45,7 @@ class ForwardMasked(MaskedModel, FamilyOf[MaskedConfig]):
 
     name = "forward_masked"
     config_type = MaskedConfig
-    features = FEATURES | {Feature.BLOCK_MASK, Feature.TREE}
+    features = FEATURES | {Feature.BLOCK_MASK, Feature.FUNCTIONS, Feature.TREE}
     direction = Direction.FORWARD
     interpreted = True
 
@@ -54,6 +54,10 @@ class ForwardMasked(MaskedModel, FamilyOf[MaskedConfig]):
             return "forward_masked is for masks, changed scores, packed sequences, pages and split keys"
         if problem.block_mask and problem.features & {Feature.PACKED, Feature.PAGES}:
             return "forward_masked takes no block mask over packed sequences or pages"
+        if problem.functions and (
+            problem.features - {Feature.BLOCK_MASK, Feature.FUNCTIONS} or problem.is_causal
+        ):
+            return "forward_masked takes score and mask functions with block masks alone"
         return refusal(self.name, problem) or self._why_not_stored(problem, target)
 
     def _why_not_stored(self, problem: Problem, target: Target) -> str | None:

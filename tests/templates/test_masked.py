@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from flashtune import testing
+from flashtune.core.expressions.text import parse_functions
 from flashtune.core.kernel import Alignment, Kernel, Specialization
 from flashtune.core.problem import Bias, BlockLists, Causal, Dtype, Feature, KvDtype, KvScale, Problem
 from flashtune.core.target import find_target
@@ -34,6 +35,7 @@ ASKED: dict[str, dict[str, Any]] = {
     "boolean": {"bias": Bias.BOOLEAN},
     "blocks": {"block_mask": 64},
     "block_groups": {"block_mask": 128, "block_lists": BlockLists.GROUP},
+    "functions": {"functions": parse_functions("key.query.less_equal/0/1:-1:2:"), "causal": Causal.NONE},
     "sinks": {"sinks": True},
     "dropout": {"dropout": True},
     "packed": {"packed": 1024},
@@ -71,6 +73,7 @@ def test_all_features_but_latent_and_deterministic_are_supported() -> None:
         ({"window_left": 1, "dtype": Dtype.E4M3}, "no queries in e4m3"),
         ({"packed": 9, "bias": Bias.BOOLEAN}, "no bias over packed sequences"),
         ({"block_mask": 64, "packed": 9}, "no block mask over packed sequences or pages"),
+        (ASKED["functions"] | {"sinks": True}, "functions with block masks alone"),
         ({"kv_dtype": KvDtype.INT8, "kv_scale": KvScale.PAGE}, "scales of pages for keys in pages alone"),
     ],
 )
@@ -156,6 +159,7 @@ def test_compiled_sram_on_hopper_matches_the_model(changes: dict[str, Any]) -> N
         ({"batch": 64, "kv_heads": 4}, False),
         ({"bias": Bias.ADDITIVE}, False),
         ({"block_mask": 64}, False),
+        ({"functions": parse_functions("key.query.less_equal/0/1:-1:2:"), "causal": Causal.NONE}, False),
     ],
     ids=str,
 )

@@ -156,6 +156,8 @@ def test_all_supported_features_and_pairs_are_drawn() -> None:
     # drops weights of latent keys.
     pairs = {("kv_lengths", "pages"), ("bias", "packed"), ("mla", "dropout")}
     pairs |= {("block_mask", other) for other in ("packed", "pages", "mla")}
+    # Functions combine with block masks alone.
+    pairs |= {("functions", other) for other in set(Feature) - {Feature.FUNCTIONS, Feature.BLOCK_MASK}}
     assert absent == {asked for asked in feature_sets() if any(asked.issuperset(pair) for pair in pairs)}
     assert {subject.family for subject in SUBJECTS} >= {"forward_masked", "decode_split_kv", "forward_hopper"}
 

@@ -37,6 +37,8 @@ def require_call(problem: Problem) -> None:
     features = problem.features
     if Feature.DROPOUT in features:
         reason = "implementations drop other probabilities, so that their outputs cannot be compared"
+    elif Feature.FUNCTIONS in features:
+        reason = "its score and mask functions are those of a program: time flashtune.flex_attention there"
     elif problem.mla and not problem.page_size:
         reason = "latent keys are read from pages: add page_size=64"
     elif problem.packed and problem.kv_lengths and not problem.page_size:

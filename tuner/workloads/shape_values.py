@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from flashtune.core.errors import UsageError, nearest, quoted
+from flashtune.core.expressions.nodes import Functions
+from flashtune.core.expressions.text import parse_functions
 from flashtune.core.features.records import TYPES
 from flashtune.core.problem import Causal, Direction, Dtype
 
@@ -51,7 +53,7 @@ FLAGS = (*(name for name, types in TYPES.items() if bool in types), "backward")
 TRUTH = {"true": True, "false": False}
 WINDOW = "window"
 
-Value = int | bool | enum.StrEnum | Window | None
+Value = int | bool | enum.StrEnum | Window | Functions | None
 
 
 def _names(types: tuple[type, ...]) -> dict[str, Value]:
@@ -74,7 +76,8 @@ WORDS: dict[str, Mapping[str, Value]] = {
 }
 # Value of a key without one.
 ALONE = {"causal": Causal.BOTTOM_RIGHT.value, **dict.fromkeys(FLAGS, "true")}
-KEYS = (*NUMBERS, WINDOW, *WORDS)
+FUNCTIONS = "functions"
+KEYS = (*NUMBERS, WINDOW, FUNCTIONS, *WORDS)
 
 
 def parse_values(key: str, text: str) -> tuple[Value, ...]:
@@ -84,6 +87,8 @@ def parse_values(key: str, text: str) -> tuple[Value, ...]:
         return tuple(_word(key, item, WORDS[key]) for item in items)
     if key == WINDOW:
         return tuple(map(_window, items))
+    if key == FUNCTIONS:
+        return tuple(map(parse_functions, items))
     if key not in NUMBERS:
         raise UsageError(f"a shape has no key {quoted(key)}: {nearest(key, KEYS)}")
     return tuple(itertools.chain.from_iterable(_numbers(key, item) for item in items))

@@ -85,7 +85,9 @@ class Description(NamedTuple, Generic[Fields, Inputs]):
     # Returns the changed scores. Differentiable; does not write to its argument.
     change: Callable[[Tensor, ScoreRows[Fields, Inputs]], Changed] | None = None
     # Returns the derivative of the changed scores by the scores before; None means 1.
-    derivative: Callable[[Tensor, ScoreRows[Fields, Inputs]], Tensor] | None = None
+    derivative: Callable[[Tensor, ScoreRows[Fields, Inputs]], Tensor | None] | None = None
+    # Returns magnitudes that bound rounding errors of the change, in place of `Changed.added`.
+    sizes: Callable[[Tensor, ScoreRows[Fields, Inputs]], Tensor | None] | None = None
     # Returns typical inputs by name.
     usual: Callable[[UsualCall[Fields]], dict[str, Any]] | None = None
 

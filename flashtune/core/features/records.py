@@ -10,6 +10,7 @@ import typing
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
+from flashtune.core.expressions.nodes import MAX_TABLES, NO_FUNCTIONS, Functions
 from flashtune.core.features.plain_problem import Extent, PlainProblem
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ class Feature(enum.StrEnum):
     CHUNK = "chunk"
     BLOCK_MASK = "block_mask"
     TREE = "tree"
+    FUNCTIONS = "functions"
     PACKED = "packed"
     KV_LENGTHS = "kv_lengths"
     PAGES = "pages"
@@ -97,6 +99,7 @@ class FeatureFields(PlainProblem, frozen=True, kw_only=True):
     prefix: bool = False  # Whether each sequence has a prefix that all its queries see.
     block_mask: Extent = 0  # Queries and keys of a block of the block mask; 0 means no block mask.
     block_lists: BlockLists = BlockLists.HEAD  # The heads that share its lists.
+    functions: Functions = NO_FUNCTIONS  # The score function and the mask function of a program.
     softcap: bool = False  # Whether scores s become cap · tanh(s / cap).
     # Whether slope · distance is subtracted from the scores (Press et al., 2022).
     alibi: bool = False
@@ -149,6 +152,18 @@ class ExtraInputs(NamedTuple):
     # These key blocks in ascending order: int32 [batch, heads or kv_heads, query blocks, blocks of the
     # longest list]. Elements after a list's count are ignored.
     block_indices: Tensor | None = None
+    # Number of first blocks of each list in which the mask function hides no key. Like `block_counts`.
+    full_counts: Tensor | None = None
+    # Captured ints of the functions, then the sizes and the strides of each captured tensor: int32 [n].
+    function_ints: Tensor | None = None
+    function_floats: Tensor | None = None  # Captured floats of the functions: float32 [n].
+    # The captured tensors of the functions, of any strides.
+    table_0: Tensor | None = None
+    table_1: Tensor | None = None
+    table_2: Tensor | None = None
+    table_3: Tensor | None = None
+    table_4: Tensor | None = None
+    table_5: Tensor | None = None
     seed: Tensor | None = None  # The seed of dropout: int64 [1].
     # Whether query i of a sequence of n queries sees key j of its last n keys: bool [batch, seqlen_q,
     # seqlen_q], last dimension contiguous, others of any stride. Shorter sequences use the first n rows and
@@ -184,6 +199,8 @@ class ExtraInputs(NamedTuple):
 
 
 NO_EXTRA_INPUTS = ExtraInputs()
+# The names of the captured tensors of functions.
+TABLES = tuple(f"table_{place}" for place in range(MAX_TABLES))
 # Inputs that are passed by value, after the scale. They are last in `ExtraInputs`.
 NUMBERS = ("softcap", "dropout")
 TENSORS = ExtraInputs._fields[: -len(NUMBERS)]

@@ -11,7 +11,7 @@ The module imports no torch, so that commands without a GPU start fast.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from flashtune.core.features.description import (
@@ -22,11 +22,18 @@ from flashtune.core.features.description import (
     TensorInput,
     UsualCall,
 )
+from flashtune.core.features.functions import (
+    changed_by_function,
+    function_derivative,
+    function_errors,
+    usual_captures,
+)
 from flashtune.core.features.plain_problem import Causal
 from flashtune.core.features.records import (
     DEFAULTS,
     FIELDS,
     NO_EXTRA_INPUTS,
+    TABLES,
     TYPES,
     Bias,
     BlockLists,
@@ -38,9 +45,6 @@ from flashtune.core.features.records import (
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-
-    Change = Callable[[Tensor, "Rows"], Changed]
-    Derivative = Callable[[Tensor, "Rows"], Tensor]
 
 Rows = ScoreRows[FeatureFields, ExtraInputs]
 Call = UsualCall[FeatureFields]
@@ -225,6 +229,29 @@ FEATURES: Mapping[Feature, Description[FeatureFields, ExtraInputs]] = {
         is_mask=True,
         is_sparse=True,
         usual=_usual_blocks,
+    ),
+    Feature.FUNCTIONS: Description(
+        title="Score and mask functions (`flex_attention`)",
+        example="functions=key.query.less_equal/0/1:-1:2:",
+        word="functions-{functions.digest}",
+        fields=("functions",),
+        keys={"functions": "expressions of a score function and a mask function, as `explain` shows them"},
+        tensors=(
+            TensorInput("full_counts", "block_mask.full_counts", "int32"),
+            TensorInput("function_ints", "a captured int", "int32"),
+            TensorInput("function_floats", "a captured float"),
+            *(
+                TensorInput(name, f"captured tensor {n}", None, is_strided=True)
+                for n, name in enumerate(TABLES)
+            ),
+        ),
+        is_mask=True,
+        is_positional=True,
+        is_sparse=True,
+        change=changed_by_function,
+        sizes=function_errors,
+        derivative=function_derivative,
+        usual=usual_captures,
     ),
     Feature.SOFTCAP: Description(
         title="Softcap on the scores",
@@ -428,8 +455,12 @@ def changed_scores(scores: Tensor, rows: Rows, *, sizes: bool = False) -> Change
     With `sizes`, `added` is the sum of the magnitudes of all terms.
     """
     added: Tensor | None = None
-    for change, _ in _changes(rows.fields):
-        scores, term = change(scores, rows)
+    for entry in _changes(rows.fields):
+        assert entry.change is not None
+        before = scores
+        scores, term = entry.change(scores, rows)
+        if sizes and entry.sizes is not None:
+            term = entry.sizes(before, rows)
         if sizes and term is not None:
             added = term.abs() if added is None else added + term.abs()
     return Changed(scores, added)
@@ -438,11 +469,12 @@ def changed_scores(scores: Tensor, rows: Rows, *, sizes: bool = False) -> Change
 def score_derivative(scores: Tensor, rows: Rows) -> Tensor | None:
     """Returns the derivative of `changed_scores` by the scores, or None if it is 1."""
     product: Tensor | None = None
-    for change, derivative in _changes(rows.fields):
-        if derivative is not None:
-            factor = derivative(scores, rows)
+    for entry in _changes(rows.fields):
+        assert entry.change is not None
+        factor = None if entry.derivative is None else entry.derivative(scores, rows)
+        if factor is not None:
             product = factor if product is None else product * factor
-        scores = change(scores, rows).scores
+        scores = entry.change(scores, rows).scores
     return product
 
 
@@ -459,8 +491,6 @@ def usual_inputs(
     return {name: value for inputs in made for name, value in inputs.items()}
 
 
-def _changes(fields: FeatureFields) -> Iterator[tuple[Change, Derivative | None]]:
+def _changes(fields: FeatureFields) -> Iterator[Description[FeatureFields, ExtraInputs]]:
     has = features_of(fields)
-    return (
-        (entry.change, entry.derivative) for name, entry in FEATURES.items() if entry.change and name in has
-    )
+    return (entry for name, entry in FEATURES.items() if entry.change and name in has)

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashtune.core.features.records import TENSORS, ExtraInputs
+from flashtune.core.features.records import TABLES, TENSORS, ExtraInputs
 from flashtune.core.kernel import Alignment
 from flashtune.core.layouts import STORED_DTYPES, TORCH_DTYPES, Layout
 from flashtune.core.problem import Bias, KvScale, Problem
@@ -192,6 +192,11 @@ def _place_extra_inputs(
         copies["tree"] = placing.keep(copy._replace(view=copy.view[0]), side.tree)
     if side.seed is not None:
         copies["seed"] = placing.keep(guarded_flat((1,), device, Role.INPUT, torch.int64), side.seed)
+    for name in (*TABLES, "full_counts", "function_ints"):
+        if (own_type := getattr(side, name)) is not None:
+            copies[name] = placing.keep(
+                guarded_flat(own_type.shape, device, Role.INPUT, own_type.dtype), own_type
+            )
     for name, tensor in zip(TENSORS, side.optional_tensors, strict=True):
         if name not in copies and tensor is not None:
             copies[name] = placing.floats(tensor)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flashtune.core.features.functions import has_full_lists
 from flashtune.core.features.records import ExtraInputs
 from flashtune.core.features.table import usual_inputs
 from flashtune.core.layouts import LARGEST_STORED, STORED_DTYPES, TORCH_DTYPES
@@ -206,10 +207,15 @@ def _lists(draw: Draw) -> dict[str, Tensor]:
     row = torch.rand(*shape[:3], 1, generator=generator)
     seen = torch.rand(shape, generator=generator) < VISIBLE_BLOCKS
     seen = (seen | (row < FULL_LISTS)) & (row < 1.0 - EMPTY_LISTS)
+    counts = seen.sum(-1, dtype=torch.int32)
     made = {
-        "block_counts": seen.sum(-1, dtype=torch.int32),
+        "block_counts": counts,
         "block_indices": (~seen).view(torch.uint8).argsort(dim=-1, stable=True).int(),
     }
+    if has_full_lists(problem):
+        # The last block may have keys that do not exist, and the mask function then applies there.
+        most = (counts - seen[..., -1].int() if seen.shape[-1] else counts).clamp(min=0)
+        made["full_counts"] = (torch.rand(counts.shape, generator=generator) * (most + 1)).int()
     return {name: tensor.to(draw.generator.device) for name, tensor in made.items()}
 
 

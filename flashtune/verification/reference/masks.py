@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flashtune.core.features.functions import visible_by_function
 from flashtune.core.features.masks import both, seen_blocks, seen_keys, seen_newest
 from flashtune.core.features.records import ExtraInputs
 from flashtune.core.problem import Bias, BlockLists, Causal, Problem
@@ -50,9 +51,12 @@ class Masks(NamedTuple):
         return torch.equal(self.of_head, torch.arange(len(self.rows.batch)))
 
 
-def distinct_masks(lengths: Lengths, side: ExtraInputs, some: Rows) -> Masks:
-    """Returns the masks of some heads: one for all or a sequence; with a bias or block mask one per head."""
-    if side.bias is not None or side.block_counts is not None:
+def distinct_masks(lengths: Lengths, side: ExtraInputs, some: Rows, has_function: bool = False) -> Masks:
+    """Returns the masks of some heads: one for all or a sequence; with a bias or block mask one per head.
+
+    `has_function` is whether there is a mask function, which may differ between heads.
+    """
+    if side.bias is not None or side.block_counts is not None or has_function:
         return Masks(some, torch.arange(len(some.batch)))
     if not _differ(lengths) and side.prefix is None and side.tree is None:
         return Masks(Rows(some.batch[:1], some.head[:1], some.rows), torch.zeros_like(some.batch))
@@ -107,6 +111,16 @@ def unhidden_keys(
         seen = both(seen, _block_keys(problem, side, some).to(device))
     if side.tree is not None:
         seen = both(seen, _newest_keys(problem, lengths, side.tree, some).to(device))
+    shown = visible_by_function(
+        problem,
+        side,
+        some.batch[:, None, None].to(device),
+        some.head[:, None, None].to(device),
+        some.rows[None, :, None].to(device),
+        problem.seqlen_kv,
+    )
+    if shown is not None:
+        seen = (seen & shown).expand(len(some.batch), -1, -1)
     if side.bias is None:
         return seen
     picked = bias_of(problem, side.bias, some).to(device)

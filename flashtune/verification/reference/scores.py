@@ -128,7 +128,7 @@ def seen_by(
         visible = _visible_counts(problem, some.rows)
         hidden = torch.arange(problem.seqlen_kv, device=where) >= visible[:, None].to(where)
         return RowMasks(hidden.to(device), visible.double().to(device))
-    masks = distinct_masks(lengths, side, some)
+    masks = distinct_masks(lengths, side, some, problem.functions.mask >= 0)
     where = compared_on(COMPARISONS_OF_A_MASK * len(masks.rows.batch) * pairs, device)
     seen = unhidden_keys(problem, lengths, side, masks.rows, where)
     hidden, keys = ~seen, counted(seen)

@@ -62,7 +62,7 @@ def feature_values(problem: Problem, block_n: int = 0) -> dict[str, Any]:
         # The position of a query among the keys matters.
         "has_positions": ends_by_row or starts_by_row or problem.alibi,
         # Changed scores are in units of log2, instead of products of queries and keys.
-        "is_changed": problem.softcap or problem.alibi or values["has_bias"],
+        "is_changed": problem.softcap or problem.alibi or values["is_natural"],
     }
 
 

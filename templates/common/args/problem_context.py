@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from flashtune.core.features.functions import has_full_lists
 from flashtune.core.problem import Bias, BlockLists, Causal, Dtype, Problem
 
 # Longer windows and chunks hide nothing, and the sum of two of these fits 32 bits.
@@ -41,6 +42,15 @@ def problem_values(problem: Problem, **changes: int) -> dict[str, Any]:
         "has_block_mask": problem.block_mask > 0,
         # The query heads of one KV head share the lists.
         "block_groups": problem.block_mask > 0 and problem.block_lists is BlockLists.GROUP,
+        # Expressions of a score function and a mask function.
+        "functions": problem.functions,
+        "has_functions": bool(problem.functions),
+        "has_score_function": problem.functions.score >= 0,
+        "has_mask_function": problem.functions.mask >= 0,
+        # Lists of the block mask begin with blocks in which the mask function has no effect.
+        "has_full_lists": has_full_lists(problem),
+        # Scores are in natural units, where sums are rounded as in unfused attention.
+        "is_natural": problem.bias is Bias.ADDITIVE or problem.functions.score >= 0,
         "softcap": problem.softcap,
         "alibi": problem.alibi,
         # A bias or mask tensor has an element for each pair of a query and a key.

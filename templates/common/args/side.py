@@ -2,10 +2,12 @@
 
 from collections.abc import Collection
 
-from flashtune.core.features.records import NUMBERS, TENSORS
+from flashtune.core.expressions.nodes import TableDtype
+from flashtune.core.features.functions import function_tensors
+from flashtune.core.features.records import NUMBERS, TABLES, TENSORS
 from flashtune.core.features.table import FEATURES, TENSOR_INPUTS
 from flashtune.core.kernel import Argument, Specialization
-from flashtune.core.problem import Bias, Problem
+from flashtune.core.problem import Bias, Feature, Problem
 from flashtune.templates.common.args.arguments import pointer_type
 from flashtune.templates.family import Arguments
 
@@ -16,10 +18,22 @@ SIDE_STRIDES = {
     "block_table": ("stride_table",),
     "block_counts": ("stride_counts_b", "stride_counts_h"),
     "block_indices": ("stride_indices_b", "stride_indices_h", "stride_indices_q"),
+    "full_counts": ("stride_full_b", "stride_full_h"),
     "k_scale": ("stride_k_scale_p", "stride_k_scale_h"),
     "v_scale": ("stride_v_scale_p", "stride_v_scale_h"),
     "tree": ("stride_tree_b", "stride_tree_s"),
 }
+
+# Pointers to captured tensors.
+POINTERS = {
+    TableDtype.BOOL: "*i1",
+    TableDtype.INT32: "*i32",
+    TableDtype.INT64: "*i64",
+    TableDtype.FP16: "*fp16",
+    TableDtype.BF16: "*bf16",
+    TableDtype.FP32: "*fp32",
+}
+OF_FUNCTIONS = {tensor.name for tensor in FEATURES[Feature.FUNCTIONS].tensors}
 
 # Tensors that may exceed 2^31 elements where q, k, v and out do not.
 WIDE = ("bias", "block_indices", "tree")
@@ -30,10 +44,19 @@ def side_tensors(problem: Problem) -> Arguments:
     bias = "*i1" if problem.bias is Bias.BOOLEAN else pointer_type(problem.dtype)
     kinds = {"float32": "*fp32", "int32": "*i32", "int64": "*i64", "bool": "*i1", None: bias}
     names = {tensor.name for feature in problem.features for tensor in FEATURES[feature].tensors}
+    if problem.functions:
+        names = (names - OF_FUNCTIONS) | function_tensors(problem)
     if problem.page_size:
         # Pages always have lengths, and offsets of queries only.
         names = (names | {"seqlens_kv"}) - {"cu_seqlens_kv"}
-    return tuple(Argument(name, kinds[TENSOR_INPUTS[name].dtype]) for name in TENSORS if name in names)
+    tables = {
+        name: POINTERS[table.dtype] for name, table in zip(TABLES, problem.functions.tables, strict=False)
+    }
+    return tuple(
+        Argument(name, tables.get(name) or kinds[TENSOR_INPUTS[name].dtype])
+        for name in TENSORS
+        if name in names
+    )
 
 
 def side_numbers(problem: Problem) -> Arguments:

@@ -19,7 +19,7 @@ from tests.gpu.random.random_problems import DRAWN, Subject, Trial, case_of, dra
 # Kernels of each family at other widths, types and configs, without any feature.
 PLAIN_KERNELS = 24
 # Features that no family computes gradients of.
-FORWARD_ALONE = {Feature.PAGES, Feature.QUANTIZED_KV, Feature.MLA, Feature.TREE}
+FORWARD_ALONE = {Feature.FUNCTIONS, Feature.PAGES, Feature.QUANTIZED_KV, Feature.MLA, Feature.TREE}
 
 
 def feature_sets() -> tuple[frozenset[Feature], ...]:

@@ -17,9 +17,11 @@ from typing import Any, NamedTuple
 import click
 import msgspec
 
+from benchmarks.sanitizer.points import FUNCTIONS
 from benchmarks.saved import save
 from flashtune.core.config import Config
 from flashtune.core.errors import ProblemError
+from flashtune.core.expressions.text import parse_functions
 from flashtune.core.kernel import Alignment, Specialization
 from flashtune.core.problem import (
     MASK_BLOCKS,
@@ -190,6 +192,10 @@ DRAWN: dict[Feature, Draw] = {
     Feature.BLOCK_MASK: lambda chance, _: {
         "block_mask": chance.choice(MASK_BLOCKS),
         "block_lists": chance.choice(tuple(BlockLists)),
+    },
+    Feature.FUNCTIONS: lambda chance, _: {
+        "functions": parse_functions(chance.choice(FUNCTIONS)),
+        "causal": Causal.NONE,
     },
     Feature.SOFTCAP: lambda *_: {"softcap": True},
     Feature.ALIBI: lambda *_: {"alibi": True},

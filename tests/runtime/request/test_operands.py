@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashtune
 from flashtune.core.block_mask import BlockMask
-from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
+from flashtune.core.features.records import NO_EXTRA_INPUTS, TABLES, ExtraInputs
 from flashtune.core.kernel import Kernel
 from flashtune.request.call import Options
 from flashtune.runtime.op_library import OPERANDS
@@ -120,7 +121,10 @@ CASES = {
     "order of dimensions": Case({"scale": 0.3}, {"scale": 0.3, "layout": "bshd"}, ("layout",)),
 }
 # `prefer` decides whether SDPA may serve. Every call here asks for kernels.
-COVERED = {"q", "k", "v", "prefer"}.union(*({*case.values, *case.names} for case in CASES.values()))
+OF_FUNCTIONS = {"functions", "full_counts", "function_ints", "function_floats", *TABLES}
+COVERED = {"q", "k", "v", "prefer", *OF_FUNCTIONS}.union(
+    *({*case.values, *case.names} for case in CASES.values())
+)
 
 
 def made(case: Case) -> tuple[Any, tuple[Tensor, ...]]:
@@ -209,3 +213,29 @@ def test_every_pass_gets_the_operands_of_its_call(
         if operand in ExtraInputs._fields:
             actual = [getattr(launch.side, operand) for launch in launches]
             assert all(part is not None and torch.equal(part, actual[0]) for part in actual), operand
+
+
+@pytest.mark.parametrize("way", ["eager", "operators"])
+def test_captured_values_reach_the_kernel(way: str, launched: list[Launched]) -> None:
+    tables, size, slope = [torch.rand(HEADS) for _ in TABLES], 9, 0.75
+    q, k, v = (torch.randn(2, heads, LENGTH, WIDTH).bfloat16() for heads in (HEADS, KV_HEADS, KV_HEADS))
+
+    def score(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return sum((table[h] for table in tables), score * slope)
+
+    mask = create_block_mask(lambda b, h, q, k: q - k < size, None, None, LENGTH, LENGTH, device="cpu")
+    SESSION.forget()
+    mode: Any = Operators if way == "operators" else contextlib.nullcontext
+    with mode():
+        flashtune.flex_attention(q, k, v, score, mask, enable_gqa=True)
+    (launch,) = launched
+    assert {name for name, value in launch.side._asdict().items() if value is not None} == {
+        *OF_FUNCTIONS, "block_counts", "block_indices"
+    } - {"functions"}  # fmt: skip
+    taken = [getattr(launch.side, name) for name in TABLES]
+    assert sorted(table.data_ptr() for table in taken) == sorted(table.data_ptr() for table in tables)
+    assert launch.side.function_ints is not None
+    assert launch.side.function_ints.tolist() == [size, *[HEADS, 1] * len(TABLES)]
+    assert launch.side.function_floats is not None
+    assert launch.side.function_floats.tolist() == [slope]
+    assert set(launch.kernel.side) == {*OF_FUNCTIONS, "block_counts", "block_indices"} - {"functions"}

@@ -1,0 +1,1 @@
+"""Expressions of score and mask functions: records, canonical form, derivatives, intervals, evaluation."""

@@ -1,0 +1,156 @@
+"""The values of score and mask functions in torch, and bounds of their rounding errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashtune.core.expressions.nodes import Functions, Kind, Node, Op, float_of
+
+_UNARY: Mapping[Op, Callable[[Tensor], Tensor]] = {
+    Op.NEGATE: torch.neg,
+    Op.ABS: torch.abs,
+    Op.TANH: torch.tanh,
+    Op.EXP: torch.exp,
+    Op.LOG: torch.log,
+    Op.NOT: torch.logical_not,
+}
+_BINARY: Mapping[Op, Callable[[Tensor, Tensor], Tensor]] = {
+    Op.ADD: torch.add,
+    Op.SUBTRACT: torch.sub,
+    Op.MULTIPLY: torch.mul,
+    Op.DIVIDE: torch.div,
+    Op.FLOOR_DIVIDE: torch.floor_divide,
+    Op.REMAINDER: torch.remainder,
+    Op.MINIMUM: torch.minimum,
+    Op.MAXIMUM: torch.maximum,
+    Op.LESS: torch.lt,
+    Op.LESS_EQUAL: torch.le,
+    Op.EQUAL: torch.eq,
+    Op.NOT_EQUAL: torch.ne,
+    Op.AND: torch.logical_and,
+    Op.OR: torch.logical_or,
+}
+
+
+class Values(NamedTuple):
+    """The values on which functions depend. Places broadcast with the scores, in int64."""
+
+    batch: Tensor
+    head: Tensor
+    query: Tensor
+    key: Tensor
+    ints: Tensor  # The captured ints, [n].
+    floats: Tensor  # The captured floats, [n].
+    tables: tuple[Tensor, ...]  # The captured tensors.
+    score: Tensor | None = None  # The scores, of a floating type in which all floats are computed.
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of floats: that of the scores, or float64."""
+        return torch.float64 if self.score is None else self.score.dtype
+
+
+def evaluate(functions: Functions, values: Values, result: int) -> Tensor:
+    """Returns the value of a node of functions, which broadcasts with the scores.
+
+    An index of a captured tensor that is negative counts from the end, and one out of range reads the nearest
+    element.
+    """
+    results: dict[int, Tensor] = {}
+    for place in functions.needed(result):
+        node = functions.nodes[place]
+        results[place] = _value(functions, node, values, [results[operand] for operand in node.operands])
+    return results[result]
+
+
+def error_terms(functions: Functions, values: Values) -> Tensor:
+    """Returns bounds of the rounding errors of changed scores in float32, in roundoffs of 1.
+
+    An operation rounds its result, and enlarges the errors of its operands. The score itself has an error of
+    its magnitude, so that functions with a derivative above 1 enlarge it.
+    """
+    results: dict[int, Tensor] = {}
+    errors: dict[int, Tensor] = {}
+    zero = torch.zeros((), dtype=values.dtype, device=values.key.device)
+    for place in functions.needed(functions.score):
+        node = functions.nodes[place]
+        operands = [results[operand] for operand in node.operands]
+        result = results[place] = _value(functions, node, values, operands)
+        if functions.kinds[place] is Kind.FLOAT:
+            errors[place] = _error(node, result, operands, [errors[operand] for operand in node.operands])
+        else:
+            errors[place] = zero
+    return errors[functions.score]
+
+
+def _value(functions: Functions, node: Node, values: Values, operands: list[Any]) -> Tensor:
+    device = values.key.device
+    match node.op:
+        case Op.SCORE:
+            assert values.score is not None
+            return values.score
+        case Op.BATCH | Op.HEAD | Op.QUERY | Op.KEY:
+            place: Tensor = getattr(values, node.op)
+            return place
+        case Op.BOOL | Op.INT:
+            dtype = torch.bool if node.op is Op.BOOL else torch.int64
+            return torch.tensor(node.value, dtype=dtype, device=device)
+        case Op.FLOAT:
+            return torch.tensor(float_of(node.value), dtype=values.dtype, device=device)
+        case Op.INT_NUMBER:
+            return values.ints[node.value].long()
+        case Op.FLOAT_NUMBER:
+            return values.floats[node.value].to(values.dtype)
+        case Op.LOAD:
+            loaded = _loaded(values.tables[node.value], operands)
+            kind = functions.tables[node.value].dtype.kind
+            return loaded.to({Kind.BOOL: torch.bool, Kind.INT: torch.int64, Kind.FLOAT: values.dtype}[kind])
+        case Op.TO_FLOAT:
+            return operands[0].to(values.dtype)  # type: ignore[no-any-return]
+        case Op.TO_INT:
+            return operands[0].long()  # type: ignore[no-any-return]
+        case Op.WHERE:
+            condition, first, other = operands
+            return torch.where(condition, first, other)
+    return _UNARY[node.op](*operands) if node.op in _UNARY else _BINARY[node.op](*operands)
+
+
+def _loaded(table: Tensor, indices: list[Tensor]) -> Tensor:
+    """Returns elements of a captured tensor."""
+    wrapped = [
+        torch.where(index < 0, index + size, index).clamp(0, size - 1)
+        for index, size in zip(indices, table.shape, strict=True)
+    ]
+    return table[tuple(wrapped)] if wrapped else table
+
+
+def _error(node: Node, result: Tensor, operands: list[Tensor], errors: list[Tensor]) -> Tensor:
+    """Returns the bound of an operation's error, from those of its operands."""
+    size = result.abs()
+    match node.op:
+        case Op.SCORE:
+            return size
+        case Op.TO_FLOAT | Op.ADD | Op.SUBTRACT:
+            return sum(errors, size)
+        case Op.MULTIPLY:
+            (first, other), (of_first, of_other) = operands, errors
+            return first.abs() * of_other + other.abs() * of_first + size
+        case Op.DIVIDE:
+            return (errors[0] + size * errors[1]) / operands[1].abs() + 2 * size
+        case Op.TANH:
+            return (1 - result * result) * errors[0] + 2
+        case Op.EXP:
+            return size * (errors[0] + operands[0].abs() + 2)
+        case Op.LOG:
+            return errors[0] / operands[0].abs() + 2 * size + 1
+        case Op.NEGATE | Op.ABS:
+            return errors[0]
+        case Op.MINIMUM | Op.MAXIMUM:
+            return torch.maximum(*errors)
+        case Op.WHERE:
+            return torch.where(operands[0], errors[1], errors[2])
+    return torch.zeros_like(size)

@@ -1,0 +1,152 @@
+"""Interval arithmetic over functions: their possible values for ranges of places.
+
+It decides whether a mask shows all, some or no keys of a block, and bounds the indices of captured tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from flashtune.core.expressions.nodes import Functions, Kind, Node, Op, float_of
+
+
+class Interval(NamedTuple):
+    """The least and the greatest possible value. Bools are 0 and 1."""
+
+    least: float
+    greatest: float
+
+    @property
+    def is_single(self) -> bool:
+        """Whether there is one possible value."""
+        return self.least == self.greatest
+
+
+UNKNOWN = Interval(-math.inf, math.inf)
+EITHER = Interval(0, 1)
+_INCREASING: Mapping[Op, Callable[[float], float]] = {
+    Op.TANH: math.tanh,
+    Op.EXP: lambda number: math.inf if number > 709 else math.exp(number),
+    Op.LOG: lambda number: -math.inf if number <= 0 else math.log(number),
+    Op.TO_INT: lambda number: number if math.isinf(number) else math.trunc(number),
+    Op.TO_FLOAT: lambda number: number,
+}
+
+
+def intervals(
+    functions: Functions,
+    places: Mapping[Op, Interval],
+    ints: Sequence[int] = (),
+    floats: Sequence[float] = (),
+) -> list[Interval]:
+    """Returns the possible values of each node.
+
+    `places` has those of `batch`, `head`, `query` and `key`. Others, such as elements of captured tensors,
+    have any value. Numbers that are not given have any value too.
+    """
+    numbers = {Op.INT_NUMBER: ints, Op.FLOAT_NUMBER: floats}
+    results: list[Interval] = []
+    for place, node in enumerate(functions.nodes):
+        operands = [results[operand] for operand in node.operands]
+        if node.op in places:
+            result = places[node.op]
+        elif node.op in numbers and node.value < len(numbers[node.op]):
+            number = numbers[node.op][node.value]
+            result = Interval(number, number)
+        else:
+            result = _combined(node, operands)
+        if math.isnan(result.least) or math.isnan(result.greatest):
+            result = UNKNOWN
+        results.append(_bounded(result) if functions.kinds[place] is Kind.BOOL else result)
+    return results
+
+
+def block_visibility(
+    functions: Functions,
+    places: Mapping[Op, Interval],
+    ints: Sequence[int] = (),
+    floats: Sequence[float] = (),
+) -> bool | None:
+    """Returns whether the mask shows all keys of a block (True), no key (False), or may show some (None)."""
+    if functions.mask < 0:
+        return True
+    mask = intervals(functions, places, ints, floats)[functions.mask]
+    return bool(mask.least) if mask.is_single else None
+
+
+def _bounded(result: Interval) -> Interval:
+    return Interval(max(result.least, 0), min(result.greatest, 1))
+
+
+def _combined(node: Node, operands: list[Interval]) -> Interval:
+    op = node.op
+    if op in (Op.BOOL, Op.INT):
+        return Interval(node.value, node.value)
+    if op is Op.FLOAT:
+        return Interval(float_of(node.value), float_of(node.value))
+    if not operands or op is Op.LOAD:
+        return UNKNOWN
+    first, *others = operands
+    if op in _INCREASING:
+        function = _INCREASING[op]
+        return Interval(function(first.least), function(first.greatest))
+    match op:
+        case Op.NEGATE:
+            return Interval(-first.greatest, -first.least)
+        case Op.NOT:
+            return Interval(1 - first.greatest, 1 - first.least)
+        case Op.ABS:
+            ends = sorted((abs(first.least), abs(first.greatest)))
+            return Interval(0 if first.least <= 0 <= first.greatest else ends[0], ends[1])
+        case Op.WHERE:
+            return _choice(first, *others)
+    return _of_pair(op, first, others[0])
+
+
+def _choice(condition: Interval, first: Interval, other: Interval) -> Interval:
+    if condition.is_single:
+        return first if condition.least else other
+    return Interval(min(first.least, other.least), max(first.greatest, other.greatest))
+
+
+def _of_pair(op: Op, first: Interval, other: Interval) -> Interval:
+    match op:
+        case Op.ADD:
+            return Interval(first.least + other.least, first.greatest + other.greatest)
+        case Op.SUBTRACT:
+            return Interval(first.least - other.greatest, first.greatest - other.least)
+        case Op.MULTIPLY:
+            return _corners(first, other, lambda left, right: 0 if 0 in (left, right) else left * right)
+        case Op.DIVIDE | Op.FLOOR_DIVIDE if other.least > 0 or other.greatest < 0:
+            quotient = _corners(first, other, lambda left, right: left / right)
+            return quotient if op is Op.DIVIDE else Interval(*map(_floor, quotient))
+        case Op.REMAINDER if other.least > 0:
+            if other.is_single and _floor(first.least / other.least) == _floor(first.greatest / other.least):
+                return Interval(first.least % other.least, first.greatest % other.least)
+            return Interval(0, other.greatest - 1)
+        case Op.MINIMUM | Op.AND:
+            return Interval(min(first.least, other.least), min(first.greatest, other.greatest))
+        case Op.MAXIMUM | Op.OR:
+            return Interval(max(first.least, other.least), max(first.greatest, other.greatest))
+        case Op.LESS:
+            return Interval(first.greatest < other.least, first.least < other.greatest)
+        case Op.LESS_EQUAL:
+            return Interval(first.greatest <= other.least, first.least <= other.greatest)
+        case Op.EQUAL:
+            same = first.is_single and first == other
+            return Interval(same, first.least <= other.greatest and other.least <= first.greatest)
+        case Op.NOT_EQUAL:
+            equal = _of_pair(Op.EQUAL, first, other)
+            return Interval(1 - equal.greatest, 1 - equal.least)
+    return UNKNOWN
+
+
+def _floor(number: float) -> float:
+    return number if math.isinf(number) or math.isnan(number) else math.floor(number)
+
+
+def _corners(first: Interval, other: Interval, function: Callable[[float, float], float]) -> Interval:
+    corners = [function(left, right) for left in first for right in other]
+    return UNKNOWN if any(map(math.isnan, corners)) else Interval(min(corners), max(corners))

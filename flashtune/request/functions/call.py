@@ -1,0 +1,100 @@
+"""`flex_call`: a call of attention with a score function and a mask function."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtune.core.errors import ProblemError
+from flashtune.core.features.functions import integers_of
+from flashtune.core.features.records import TABLES
+from flashtune.request.call import Call, dense_call, requires_grad
+from flashtune.request.functions.block_lists import (
+    block_lists,
+    classified_lists,
+    is_flex_mask,
+    mask_function,
+)
+from flashtune.request.functions.tracing import MAX_ELEMENTS, Traced, trace
+from flashtune.request.tensor_checks import require_dense
+
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+# Sets of captured numbers of which the copies on a device are kept.
+MAX_KEPT = 2**14
+
+
+def flex_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    score_mod: ScoreMod | None,
+    block_mask: Any,
+    scale: float | None,
+    return_lse: bool,
+) -> Call:
+    """Returns the record of a call of `flex_attention`, with the same arguments and errors."""
+    for name, tensor in (("query", q), ("key", k), ("value", v)):
+        require_dense(name, tensor)
+        if tensor.dim() != 4:
+            raise ProblemError(f"{name} has {tensor.dim()} dimensions: pass [batch, heads, seqlen, head_dim]")
+    mask_mod = mask_function(block_mask) if is_flex_mask(block_mask) else None
+    traced = trace(score_mod, mask_mod)
+    functions = traced.functions
+    # In blocks that the mask shows in full, hidden scores of the score function still hide keys.
+    full_first = functions.mask >= 0 and not traced.hides_scores
+    inputs: dict[str, Any] = _captured(traced, q.device)
+    options: dict[str, Any] = {}
+    lists = None
+    if block_mask is not None:
+        lists = block_lists(block_mask, q.shape[2], k.shape[2], full_first=full_first)
+    elif functions.mask >= 0 and q.numel() and k.numel():
+        extents = q.shape[0], q.shape[1], q.shape[2], k.shape[2]
+        lists = classified_lists(functions, extents, traced.ints, traced.floats, q.device)
+    if lists is not None:
+        options["block_mask"] = lists.mask
+        if lists.mask.counts.dim() == 3 and lists.mask.counts.shape[1] not in (1, q.shape[1]):
+            raise ProblemError(
+                f"block_mask has {lists.mask.counts.shape[1]} heads: pass 1, or {q.shape[1]} as query has"
+            )
+        if functions.mask >= 0:
+            inputs["full_counts"] = lists.full_counts
+    call = dense_call(q, k, v, scale=scale, return_lse=return_lse, **options)
+    if functions:
+        call = call._replace(
+            options=call.options._replace(functions=traced.text),
+            side=call.side._replace(**inputs),
+        )
+    if requires_grad(call):
+        raise ProblemError(
+            "flex_attention has no backward pass and an input or captured tensor requires grad: call under "
+            "torch.no_grad(), or use torch's flex_attention"
+        )
+    return call
+
+
+def _captured(traced: Traced, device: torch.device) -> dict[str, Tensor]:
+    """Returns the captured values as extra inputs."""
+    inputs: dict[str, Tensor] = {}
+    for name, table in zip(TABLES, traced.tables, strict=False):
+        if not table.numel():
+            raise ProblemError("a captured tensor has no elements: pass one with some")
+        reach = sum((size - 1) * stride for size, stride in zip(table.shape, table.stride(), strict=True))
+        if reach > MAX_ELEMENTS:
+            raise ProblemError(f"a captured tensor spans {reach} elements: pass a contiguous one")
+        # Numbers as tensors are often on the CPU.
+        inputs[name] = table.to(device) if not table.dim() else table
+    tables = tuple(inputs.values())
+    if traced.ints or tables:
+        integers = tuple(integers_of(traced.ints, tables))
+        inputs["function_ints"] = _numbers(integers or (0,), torch.int32, device)
+    if traced.floats:
+        inputs["function_floats"] = _numbers(traced.floats, torch.float32, device)
+    return inputs
+
+
+@functools.lru_cache(MAX_KEPT)
+def _numbers(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Returns numbers on a device. Equal ones share a tensor, so that repeated calls copy nothing."""
+    return torch.tensor(numbers, dtype=dtype, device=device)

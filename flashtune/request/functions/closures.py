@@ -1,0 +1,158 @@
+"""The numbers that Python functions capture, and functions with other values in their place.
+
+Captured are numbers in closures, defaults and `functools.partial`, and global numbers of their modules, also
+of functions that these functions capture. Literals are no captured numbers.
+"""
+
+import functools
+import math
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Containers that are searched.
+_SEQUENCES = (tuple, list)
+_STABLE = (
+    *(types.ModuleType, types.BuiltinFunctionType, type, str, bytes, type(None), complex),
+    *(torch.dtype, torch.device, torch.Size),
+)
+MAX_NESTED = 8
+# Code objects of which names are kept.
+MAX_CODES = 1024
+
+Replace = Callable[[float], object]
+
+
+class _Stateful(Exception):  # noqa: N818 - not an error
+    """A function captures an object whose state may change."""
+
+
+def is_number(value: object) -> bool:
+    """Returns whether a captured value becomes an argument of kernels."""
+    if type(value) is int:
+        return -(2**31) <= value < 2**31
+    return type(value) is float and math.isfinite(value)
+
+
+def replaced(function: Any, replace: Replace) -> Any:
+    """Returns a function whose captured numbers are replaced by `replace(number)`."""
+    return _replaced(function, replace, {}, 0)
+
+
+def state(function: Any) -> tuple[object, ...] | None:
+    """Returns the captured values: functions with equal states compute the same from the same tensors.
+
+    Tensors are identities, and the caller keeps them alive. Returns None if the function captures an object
+    whose state may change unseen.
+    """
+    found: list[object] = []
+    try:
+        _collect(function, found, set(), 0)
+    except _Stateful:
+        return None
+    return tuple(found)
+
+
+def _globals_of(function: types.FunctionType) -> list[str]:
+    """Returns the global names that a function reads."""
+    return [name for name in _names_of(function.__code__) if name in function.__globals__]
+
+
+@functools.lru_cache(MAX_CODES)
+def _names_of(code: types.CodeType) -> tuple[str, ...]:
+    """Returns the names that code reads, with those of functions that it defines."""
+    inner = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return (*code.co_names, *(name for part in inner for name in _names_of(part)))
+
+
+def _is_own(function: object) -> bool:
+    """Returns whether a function is the user's, and not torch's or Python's."""
+    module = (getattr(function, "__module__", None) or "").partition(".")[0]
+    return isinstance(function, types.FunctionType) and module not in ("torch", "math", "operator")
+
+
+def _cells(function: types.FunctionType) -> list[types.CellType]:
+    return [cell for cell in function.__closure__ or () if not _is_empty(cell)]
+
+
+def _is_empty(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018 - raises if empty
+    except ValueError:
+        return True
+    return False
+
+
+def _collect(value: object, found: list[object], visited: set[int], depth: int) -> None:
+    if is_number(value) or isinstance(value, (int, float)):
+        found.append((type(value), value))
+    elif isinstance(value, Tensor):
+        found.append(id(value))
+    elif isinstance(value, _STABLE) or id(value) in visited:
+        return
+    elif depth > MAX_NESTED:
+        raise _Stateful
+    else:
+        visited.add(id(value))
+        _collect_parts(value, found, visited, depth + 1)
+
+
+def _collect_parts(value: object, found: list[object], visited: set[int], depth: int) -> None:
+    if isinstance(value, types.FunctionType):
+        found.append(value.__code__)
+        for cell in _cells(value):
+            _collect(cell.cell_contents, found, visited, depth)
+        for default in (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()):
+            _collect(default, found, visited, depth)
+        if _is_own(value):
+            for name in _globals_of(value):
+                _collect(value.__globals__[name], found, visited, depth)
+    elif isinstance(value, functools.partial):
+        for part in (value.func, *value.args, *value.keywords.values()):
+            _collect(part, found, visited, depth)
+    elif type(value) in _SEQUENCES:
+        for part in value:  # type: ignore[attr-defined]
+            _collect(part, found, visited, depth)
+    else:
+        raise _Stateful
+
+
+def _replaced(value: Any, replace: Replace, made: dict[int, Any], depth: int) -> Any:
+    if is_number(value):
+        return replace(value)
+    if id(value) in made:
+        return made[id(value)]
+    if depth > MAX_NESTED:
+        return value
+
+    def again(part: Any) -> Any:
+        return _replaced(part, replace, made, depth + 1)
+
+    if isinstance(value, functools.partial):
+        keywords = {name: again(part) for name, part in value.keywords.items()}
+        return functools.partial(again(value.func), *map(again, value.args), **keywords)
+    if type(value) in _SEQUENCES:
+        return type(value)(map(again, value))
+    if not _is_own(value) and not (isinstance(value, types.FunctionType) and value.__closure__):
+        return value
+    # The new function exists before its parts, which may refer to it.
+    own = types.FunctionType(
+        value.__code__,
+        dict(value.__globals__),
+        value.__name__,
+        None,
+        tuple(types.CellType() for _ in value.__closure__ or ()),
+    )
+    made[id(value)] = own
+    for cell, new in zip(value.__closure__ or (), own.__closure__ or (), strict=True):
+        if not _is_empty(cell):
+            new.cell_contents = again(cell.cell_contents)
+    own.__defaults__ = None if value.__defaults__ is None else tuple(map(again, value.__defaults__))
+    own.__kwdefaults__ = {name: again(part) for name, part in (value.__kwdefaults__ or {}).items()} or None
+    if _is_own(value):
+        for name in _globals_of(value):
+            own.__globals__[name] = again(value.__globals__[name])
+    return own

@@ -1,0 +1,340 @@
+"""Score and mask functions of users as expressions, traced with `torch.fx`.
+
+No text of a function reaches a kernel. Captured numbers and tensors become inputs of the call, so that other
+values need no other kernel. A captured number that decides a function's control flow becomes a constant.
+"""
+
+import sys
+import types
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from flashtune.core.errors import ProblemError
+from flashtune.core.expressions.builder import Builder
+from flashtune.core.expressions.nodes import (
+    MAX_DIMENSIONS,
+    MAX_NUMBERS,
+    Functions,
+    Kind,
+    Op,
+    Table,
+    TableDtype,
+)
+from flashtune.core.expressions.text import functions_text
+from flashtune.request.functions.closures import replaced, state
+from flashtune.request.functions.conversion import Constant, Partial, Unsupported, operation, place_of
+
+Function = Callable[..., Any]
+TABLE_DTYPES = {
+    torch.bool: TableDtype.BOOL,
+    torch.int32: TableDtype.INT32,
+    torch.int64: TableDtype.INT64,
+    torch.float16: TableDtype.FP16,
+    torch.bfloat16: TableDtype.BF16,
+    torch.float32: TableDtype.FP32,
+}
+# Captured tensors have up to so many elements, because offsets have 32 bits.
+MAX_ELEMENTS = 2**31 - 1
+PLACES = (Op.BATCH, Op.HEAD, Op.QUERY, Op.KEY)
+# Frames of these files are not a user's.
+_OWN_FILES = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+# Functions that make a tensor of Python's numbers, and those that read properties of tensors.
+_MAKERS = ("tensor", "scalar_tensor", "full", "zeros", "ones", "as_tensor")
+_PROPERTIES = ("__get__", "size", "dim", "stride", "numel", "is_floating_point")
+
+
+class Traced(NamedTuple):
+    """The functions of a call, and their captured values in the order of the expression."""
+
+    functions: Functions
+    text: str  # The functions as text.
+    tables: tuple[Tensor, ...]
+    ints: tuple[int, ...]
+    floats: tuple[float, ...]
+    # Whether the mask hides keys that the score function gives a score of minus infinity.
+    hides_scores: bool
+
+
+class _NeedsValue(Exception):  # noqa: N818 - becomes an error with the function
+    """Python needs the value of a traced number, at this line."""
+
+
+class _Known(NamedTuple):
+    """A traced pair of functions, valid while their captured values are the same."""
+
+    other: "weakref.ref[Any] | None"
+    state: tuple[object, ...]
+    traced: Traced
+
+
+_known: "weakref.WeakKeyDictionary[Any, _Known]" = weakref.WeakKeyDictionary()
+
+
+def trace(score_mod: Function | None, mask_mod: Function | None) -> Traced:
+    """Returns the expressions of a score function and a mask function.
+
+    Args:
+        score_mod: A function of (score, batch, head, query, key) that returns the changed score, or None.
+        mask_mod: A function of (batch, head, query, key) that returns whether the key is visible, or None.
+
+    Raises:
+        ProblemError: A function has an operation that kernels do not compute.
+    """
+    score_mod, mask_mod = _function("score_mod", score_mod), _function("mask_mod", mask_mod)
+    first, other = (mask_mod, None) if score_mod is None else (score_mod, mask_mod)
+    captured = _state(score_mod, mask_mod)
+    known = _known.get(first) if isinstance(first, types.FunctionType) else None
+    if known is not None and known.state == captured and (known.other and known.other()) is other:
+        return known.traced
+    capture = _Capture()
+    places = [
+        -1 if function is None else _traced(function, name, capture)
+        for name, function in (("score_mod", score_mod), ("mask_mod", mask_mod))
+    ]
+    functions, order = capture.builder.finish(*places)
+    traced = Traced(
+        functions,
+        functions_text(functions),
+        tuple(capture.tensors[place] for place in order.tables),
+        tuple(int(capture.ints[place]) for place in order.ints),
+        tuple(float(capture.floats[place]) for place in order.floats),
+        order.hides_scores,
+    )
+    if captured is not None and capture.is_stable and isinstance(first, types.FunctionType):
+        reference = None if other is None else weakref.ref(other)
+        _known[first] = _Known(reference, captured, traced)
+    return traced
+
+
+def _function(name: str, function: Function | None) -> Function | None:
+    """Returns a function without torch's wrappers."""
+    own = getattr(function, "fn", None)
+    if type(function).__name__ == "_MaskModWrapper" and callable(own):
+        function = own
+    if function is not None and not callable(function):
+        raise ProblemError(f"{name} is {type(function).__name__}: pass a function or None")
+    return function
+
+
+def _state(*functions: Function | None) -> tuple[object, ...] | None:
+    states = [() if function is None else state(function) for function in functions]
+    return None if None in states else tuple(states)
+
+
+class _Capture:
+    """Captured values of both functions, by their places in the builder."""
+
+    def __init__(self) -> None:
+        self.builder = Builder()
+        self.tensors: list[Tensor] = []
+        self.ints: list[float] = []
+        self.floats: list[float] = []
+        # Whether tensors are those that the functions capture, and none is computed from their elements.
+        self.is_stable = True
+
+    def table(self, tensor: Tensor) -> Partial:
+        """Returns a captured tensor as an operand."""
+        for place, known in enumerate(self.tensors):
+            if known is tensor:
+                return Partial(place)
+        if tensor.dtype not in TABLE_DTYPES:
+            raise Unsupported(f"a captured tensor is {tensor.dtype}: convert it to torch.float32 or int32")
+        if tensor.dim() > MAX_DIMENSIONS or tensor.numel() > MAX_ELEMENTS:
+            raise Unsupported(
+                f"a captured tensor is {list(tensor.shape)}: kernels take up to {MAX_DIMENSIONS} dimensions "
+                f"and {MAX_ELEMENTS} elements"
+            )
+        self.tensors.append(tensor)
+        self.builder.tables.append(Table(TABLE_DTYPES[tensor.dtype], tensor.dim()))
+        return Partial(len(self.tensors) - 1)
+
+    def number(self, value: float) -> int:
+        """Returns a captured number as an operand."""
+        numbers, op = (self.ints, Op.INT_NUMBER) if isinstance(value, int) else (self.floats, Op.FLOAT_NUMBER)
+        if len(numbers) == MAX_NUMBERS:
+            raise Unsupported(f"functions capture over {MAX_NUMBERS} numbers: capture a tensor of them")
+        numbers.append(value)
+        return self.builder.make(op, value=len(numbers) - 1)
+
+
+class _Tracer(fx.Tracer):
+    """Records the operations of one function."""
+
+    def __init__(self, capture: _Capture) -> None:
+        super().__init__()
+        self.graph = fx.Graph(tracer_cls=_Tracer)
+        self.root = torch.nn.Module()
+        self.capture = capture
+        self.tensor_attrs = {}
+        self.operands: dict[fx.Node, Any] = {}
+        self.lines: dict[fx.Node, str] = {}
+        # Tensors of numbers that the function makes. They stay alive, so that identities are unique.
+        self.constants: dict[int, tuple[Tensor, float]] = {}
+
+    def operand(self, operand: Any) -> fx.Proxy:
+        """Returns a new input with this operand of the expression."""
+        proxy: fx.Proxy = self.create_proxy("placeholder", "captured", (), {})
+        self.operands[proxy.node] = operand
+        return proxy
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        """Records an operation with its line."""
+        node = super().create_node(*args, **kwargs)
+        self.lines[node] = _line()
+        return node
+
+    def create_arg(self, a: Any) -> Any:
+        """Returns an argument as the graph has it. A tensor is a captured one."""
+        if isinstance(a, Tensor):
+            known = self.constants.get(id(a))
+            operand = Constant(known[1]) if known else self.capture.table(a)
+            return self.operand(operand).node
+        return super().create_arg(a)
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        """Refuses control flow."""
+        del obj
+        raise _NeedsValue(_line())
+
+    def iter(self, obj: fx.Proxy) -> Any:
+        """Refuses iteration."""
+        self.to_bool(obj)
+
+    def keys(self, obj: fx.Proxy) -> Any:
+        """Refuses unpacking."""
+        self.to_bool(obj)
+
+
+class _Calls(TorchFunctionMode):
+    """Records torch's functions that get both tensors and traced values."""
+
+    def __init__(self, tracer: _Tracer) -> None:
+        super().__init__()
+        self.tracer = tracer
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        leaves = pytree.tree_leaves((args, kwargs))
+        if any(isinstance(leaf, fx.Proxy) for leaf in leaves):
+            return self.tracer.create_proxy("call_function", func, args, kwargs)
+        result = func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        if name in _MAKERS and isinstance(result, Tensor) and not result.dim():
+            self.tracer.constants[id(result)] = result, result.item()
+        elif name not in _PROPERTIES and not _shares_memory(result, leaves):
+            self.tracer.capture.is_stable = False
+        return result
+
+
+def _shares_memory(result: object, leaves: list[Any]) -> bool:
+    """Returns whether a tensor is a view of one of some values."""
+    if not isinstance(result, Tensor):
+        return False
+    own = result.untyped_storage().data_ptr()
+    return any(isinstance(leaf, Tensor) and leaf.untyped_storage().data_ptr() == own for leaf in leaves)
+
+
+def _traced(function: Function, name: str, capture: _Capture) -> int:
+    """Returns the place of a function's result."""
+    counts = len(capture.ints), len(capture.floats)
+    try:
+        tracer, result = _run(function, name, capture, symbolic=True)
+    except (_NeedsValue, TypeError, fx.proxy.TraceError):
+        # A number that decides control flow, or that Python's `math` reads, is a constant.
+        del capture.ints[counts[0] :], capture.floats[counts[1] :]
+        try:
+            tracer, result = _run(function, name, capture, symbolic=False)
+        except _NeedsValue as error:
+            raise ProblemError(
+                f"{name} uses a traced value as a Python bool or sequence at {error}: write torch.where for "
+                "`if`, and & for `and`"
+            ) from None
+        except (TypeError, fx.proxy.TraceError) as error:
+            raise ProblemError(f"{name} cannot be traced at {_line_of(error)}: {error}") from error
+    return _converted(tracer, name, result, capture)
+
+
+def _run(function: Function, name: str, capture: _Capture, *, symbolic: bool) -> tuple[_Tracer, object]:
+    """Calls a function with traced arguments, and with traced captured numbers if `symbolic`."""
+    tracer = _Tracer(capture)
+    ops = (Op.SCORE, *PLACES) if name == "score_mod" else PLACES
+    arguments = [tracer.operand(capture.builder.make(op)) for op in ops]
+    try:
+        if symbolic:
+            function = replaced(function, lambda number: tracer.operand(capture.number(number)))
+        with _Calls(tracer):
+            return tracer, function(*arguments)
+    except Unsupported as error:
+        raise ProblemError(f"{name} is not supported at {_line_of(error)}: {error}") from None
+
+
+def _converted(tracer: _Tracer, name: str, result: object, capture: _Capture) -> int:
+    """Returns the place of a traced result."""
+    builder = capture.builder
+
+    def operand(argument: Any) -> Any:
+        if isinstance(argument, fx.Node):
+            return tracer.operands[argument]
+        if isinstance(argument, (bool, int, float)):
+            return Constant(argument)
+        return tuple(map(operand, argument)) if isinstance(argument, (tuple, list)) else argument
+
+    shown, line = "its result", ""
+    try:
+        for node in tracer.graph.nodes:
+            if node.op == "placeholder":
+                continue
+            shown, line = _name(node), tracer.lines[node]
+            arguments = [operand(argument) for argument in node.args]
+            options = {key: operand(argument) for key, argument in node.kwargs.items()}
+            tracer.operands[node] = operation(builder, shown, arguments, options)
+        shown = "its result"
+        value = result.node if isinstance(result, fx.Proxy) else tracer.create_arg(result)
+        place = place_of(builder, operand(value))
+        if name == "score_mod":
+            return builder.to_float(place)
+        if builder.kinds[place] is not Kind.BOOL:
+            raise Unsupported(f"it is {builder.kinds[place]} instead of bool")
+    except Unsupported as error:
+        at = f" at {line}" if line else ""
+        raise ProblemError(f"{name} has an unsupported operation, {shown}{at}: {error}") from None
+    return place
+
+
+def _name(node: fx.Node) -> str:
+    """Returns the name of a node's operation."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+    return (
+        name if name.endswith("_") and not name.startswith("_") and name not in _PYTHON else name.strip("_")
+    )
+
+
+# Operators of Python whose names end with an underscore. Torch's such functions change their operands.
+_PYTHON = ("and_", "or_", "not_")
+
+
+def _line() -> str:
+    """Returns the file and line of the user's code that is running."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OWN_FILES):
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+def _line_of(error: BaseException) -> str:
+    """Returns the last line of the user's code in a traceback."""
+    found = "?"
+    traceback = error.__traceback__
+    while traceback is not None:
+        filename = traceback.tb_frame.f_code.co_filename
+        if not filename.startswith(_OWN_FILES):
+            found = f"{Path(filename).name}:{traceback.tb_lineno}"
+        traceback = traceback.tb_next
+    return found

@@ -1,0 +1,217 @@
+"""Triton code of score and mask functions, written from their typed expressions alone.
+
+A value that depends on neither queries nor keys is a scalar. One that depends on queries alone is computed
+once for a tile of queries. One that depends on keys alone is computed once for a block of keys. Other values
+are tiles [BLOCK_M, BLOCK_N]. Names of values begin with their form.
+"""
+
+import math
+from collections.abc import Mapping
+
+from flashtune.core.expressions.nodes import LEAVES, Functions, Kind, Op, float_of
+from flashtune.core.features.records import TABLES
+
+# Forms of values, by the sum of 1 if they depend on queries and 2 if they depend on keys.
+_FORMS = ("scalar", "row", "key", "pair")
+_BROADCAST = ("", "[:, None]", "[None, :]", "")
+# Zeros of each form but the first.
+_ZEROS = ("", "queries * 0", "key_offsets * 0", "key_offsets[None, :] * 0")
+_CONSTANTS = frozenset({Op.BOOL, Op.INT, Op.FLOAT})
+_LEAVES: Mapping[Op, str] = {
+    Op.SCORE: "s",
+    Op.BATCH: "sequence",
+    Op.HEAD: "head",
+    Op.QUERY: "tl.minimum(queries, seqlen_q - 1)",
+    Op.KEY: "tl.minimum(keys, seqlen_kv - 1)",
+}
+_PATTERNS: Mapping[Op, str] = {
+    Op.TO_FLOAT: "{0}.to(tl.float32)",
+    Op.TO_INT: "{0}.to(tl.int32)",
+    Op.NEGATE: "-{0}",
+    Op.ABS: "tl.abs({0})",
+    Op.TANH: "tanh_of({0})",
+    Op.EXP: "tl.exp({0})",
+    Op.LOG: "tl.log({0})",
+    Op.NOT: "{0} == 0",
+    Op.ADD: "{0} + {1}",
+    Op.SUBTRACT: "{0} - {1}",
+    Op.MULTIPLY: "{0} * {1}",
+    Op.DIVIDE: "{0} / {1}",
+    Op.FLOOR_DIVIDE: "floor_divide({0}, {1})",
+    Op.REMAINDER: "{0} - floor_divide({0}, {1}) * {1}",
+    Op.MINIMUM: "tl.minimum({0}, {1})",
+    Op.MAXIMUM: "tl.maximum({0}, {1})",
+    Op.LESS: "{0} < {1}",
+    Op.LESS_EQUAL: "{0} <= {1}",
+    Op.EQUAL: "{0} == {1}",
+    Op.NOT_EQUAL: "{0} != {1}",
+    Op.AND: "{0} & {1}",
+    Op.OR: "{0} | {1}",
+    Op.WHERE: "tl.where({0}, {1}, {2})",
+}
+_TYPES = {Kind.BOOL: "tl.int1", Kind.INT: "tl.int32", Kind.FLOAT: "tl.float32"}
+_HELPERS: Mapping[Op, str] = {
+    Op.TANH: '''
+@triton.jit
+def tanh_of(x):
+    """Returns the hyperbolic tangent."""
+    # Near zero 1 - 2 / (1 + exp(2x)) has lost the digits that float32 has: there its series.
+    square = x * x
+    series = 0.021869488536155203 - square * 0.008863235529902197
+    series = -0.05396825396825397 + square * series
+    series = -0.3333333333333333 + square * (0.13333333333333333 + square * series)
+    return tl.where(square < 0.16, x + x * square * series, 1.0 - 2.0 / (1.0 + tl.exp2(x * (2.0 * LOG2_E))))
+''',
+    Op.FLOOR_DIVIDE: '''
+@triton.jit
+def floor_divide(a, b):
+    """Returns a / b, rounded to minus infinity."""
+    quotient = a // b
+    rest = a - quotient * b
+    return tl.where((rest != 0) & ((rest ^ b) < 0), quotient - 1, quotient)
+''',
+    Op.LOAD: '''
+@triton.jit
+def place_in(index, size):
+    """Returns an index of a dimension: negative ones count from the end, others are within it."""
+    return tl.maximum(tl.minimum(tl.where(index < 0, index + size, index), size - 1), 0)
+''',
+}
+
+
+def function_lines(functions: Functions, part: str) -> str:
+    """Returns lines of code of functions.
+
+    Args:
+        functions: The typed expressions.
+        part: "helpers" for functions at the top of a file, "rows" for values of a tile of queries, "score"
+            for those of a block that the score needs, which changes `s`, and "mask" for the others, which
+            make `function_mask`.
+    """
+    writer = _Writer(functions)
+    needed = {"score": functions.needed(functions.score), "mask": functions.needed(functions.mask)}
+    if part == "helpers":
+        return writer.helpers()
+    if part == "rows":
+        places = [place for place in range(len(functions.nodes)) if writer.forms[place] < 2]
+        return "\n".join([*writer.sizes(), *writer.lines(places)])
+    result = functions.score if part == "score" else functions.mask
+    if result < 0:
+        # Text of a branch that is removed.
+        return "pass"
+    others = set() if part == "score" else set(needed["score"])
+    places = [place for place in needed[part] if writer.forms[place] >= 2 and place not in others]
+    value = writer.operand(result, 3)
+    if part == "mask":
+        last = f"function_mask = {value}"
+    else:
+        last = f"s = {value}" if writer.forms[result] == 3 else f"s = {value} + tl.zeros_like(s)"
+    return "\n".join([*writer.lines(places), last])
+
+
+class _Writer:
+    def __init__(self, functions: Functions) -> None:
+        self.functions = functions
+        # For each node, its form.
+        self.forms: list[int] = []
+        for node in functions.nodes:
+            own = {Op.QUERY: 1, Op.KEY: 2, Op.SCORE: 3}.get(node.op, 0)
+            for operand in node.operands:
+                own |= self.forms[operand]
+            self.forms.append(own)
+        first = functions.count(Op.INT_NUMBER)
+        # The place in `function_ints` of the sizes of each table, after which its strides follow.
+        self.shapes: list[int] = []
+        for table in functions.tables:
+            self.shapes.append(first)
+            first += 2 * table.dimensions
+
+    def helpers(self) -> str:
+        """Returns the functions that expressions call."""
+        used = {node.op for node in self.functions.nodes}
+        if Op.REMAINDER in used:
+            used.add(Op.FLOOR_DIVIDE)
+        if not any(not self._is_place(index) for _, _, index in self._indices()):
+            used.discard(Op.LOAD)
+        return "\n\n".join(text.strip("\n") + "\n" for op, text in _HELPERS.items() if op in used)
+
+    def sizes(self) -> list[str]:
+        """Returns the lines that load sizes, where needed, and strides of captured tensors."""
+        lines = {}
+        for place, axis, index in self._indices():
+            dimensions = self.functions.tables[place].dimensions
+            if not self._is_place(index):
+                size = self.shapes[place] + axis
+                lines[f"size_{place}_{axis}"] = f"tl.load(function_ints + {size})"
+            stride = self.shapes[place] + dimensions + axis
+            lines[f"stride_{place}_{axis}"] = f"tl.load(function_ints + {stride})"
+        return [f"{name} = {text}" for name, text in lines.items()]
+
+    def lines(self, places: list[int]) -> list[str]:
+        """Returns the lines that compute some nodes."""
+        written = [place for place in places if self.functions.nodes[place].op not in (*_CONSTANTS, Op.SCORE)]
+        return [f"{self.name(place)} = {self._text(place)}" for place in written]
+
+    def name(self, place: int) -> str:
+        """Returns the name of a node's value, or the text of a constant."""
+        node = self.functions.nodes[place]
+        match node.op:
+            case Op.SCORE:
+                return "s"
+            case Op.BOOL:
+                return str(bool(node.value))
+            case Op.INT:
+                return f"({node.value})" if node.value < 0 else str(node.value)
+            case Op.FLOAT:
+                number = float_of(node.value)
+                return f"({number!r})" if math.isfinite(number) else f'float("{number!r}")'
+        return f"{_FORMS[self.forms[place]]}_{place}"
+
+    def operand(self, place: int, form: int) -> str:
+        """Returns a node's value as an operand of a value of some form."""
+        own, name = self.forms[place], self.name(place)
+        is_constant = self.functions.nodes[place].op in _CONSTANTS
+        if own == 0 and form and self.functions.kinds[place] is Kind.BOOL and not is_constant:
+            # Triton's interpreter does not broadcast scalar bools.
+            return f"({name}.to(tl.int32) + {_ZEROS[form]} != 0)"
+        return name + (_BROADCAST[own] if form == 3 else "")
+
+    def _text(self, place: int) -> str:
+        node, form = self.functions.nodes[place], self.forms[place]
+        if node.op in _LEAVES:
+            return _LEAVES[node.op]
+        if node.op is Op.INT_NUMBER:
+            return f"tl.load(function_ints + {node.value})"
+        if node.op is Op.FLOAT_NUMBER:
+            return f"tl.load(function_floats + {node.value})"
+        operands = [self.operand(operand, form) for operand in node.operands]
+        if node.op is Op.LOAD:
+            return self._load(place, operands)
+        if operands and all(self.functions.nodes[operand].op in _CONSTANTS for operand in node.operands):
+            # Triton's functions take tensors.
+            kind = self.functions.kinds[node.operands[0]]
+            operands[0] = f"tl.full((), {operands[0]}, {_TYPES[kind]})"
+        return _PATTERNS[node.op].format(*operands)
+
+    def _load(self, place: int, operands: list[str]) -> str:
+        node = self.functions.nodes[place]
+        terms = []
+        for axis, (index, text) in enumerate(zip(node.operands, operands, strict=True)):
+            inside = text if self._is_place(index) else f"place_in({text}, size_{node.value}_{axis})"
+            terms.append(f" + {inside} * stride_{node.value}_{axis}")
+        loaded = f"tl.load({TABLES[node.value]}{''.join(terms)})"
+        kind = self.functions.kinds[place]
+        return f"({loaded} != 0)" if kind is Kind.BOOL else f"{loaded}.to({_TYPES[kind]})"
+
+    def _is_place(self, index: int) -> bool:
+        """Returns whether an index is a place itself, which the call checks against the tensor's size."""
+        return self.functions.nodes[index].op in LEAVES - _CONSTANTS - {Op.INT_NUMBER}
+
+    def _indices(self) -> list[tuple[int, int, int]]:
+        """Returns the table, the dimension and the node of each index."""
+        return [
+            (node.value, axis, index)
+            for node in self.functions.nodes
+            if node.op is Op.LOAD
+            for axis, index in enumerate(node.operands)
+        ]

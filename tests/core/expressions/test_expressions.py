@@ -1,0 +1,203 @@
+"""Tests of expressions of functions: canonical form, decoding, derivatives, errors, and intervals."""
+
+import itertools
+import random
+from collections.abc import Callable
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+from flashtune.core.errors import ProblemError
+from flashtune.core.expressions.builder import Builder
+from flashtune.core.expressions.derivative import score_derivative
+from flashtune.core.expressions.evaluation import Values, error_terms, evaluate
+from flashtune.core.expressions.intervals import Interval, block_visibility, intervals
+from flashtune.core.expressions.nodes import (
+    MAX_DEPTH,
+    MAX_NODES,
+    Functions,
+    Kind,
+    Node,
+    Op,
+    Table,
+    TableDtype,
+)
+from flashtune.core.expressions.text import functions_text, parse_functions
+from tests.support.fuzzing import fuzz_count
+
+PLACES = (Op.BATCH, Op.HEAD, Op.QUERY, Op.KEY)
+
+BINARY = (Op.ADD, Op.SUBTRACT, Op.MULTIPLY, Op.DIVIDE, Op.MINIMUM, Op.MAXIMUM)
+COMPARED = (Op.LESS, Op.LESS_EQUAL, Op.EQUAL, Op.NOT_EQUAL)
+
+
+def random_functions(seed: int, steps: int = 14) -> Functions:
+    """Functions of random operations, with captured values."""
+    chance, builder = random.Random(seed), Builder()
+    builder.tables.append(Table(TableDtype.FP32, 1))
+    made = [builder.make(op) for op in (Op.SCORE, *PLACES, Op.INT_NUMBER, Op.FLOAT_NUMBER)]
+    made += [builder.constant(chance.randint(-3, 3)), builder.constant(chance.uniform(-2, 2))]
+    made.append(builder.make(Op.LOAD, made[2], value=0))
+    for _ in range(steps):
+        pick = [chance.choice(made[-6:] if chance.random() < 0.6 else made) for _ in range(3)]
+        kinds = {builder.kinds[place] for place in pick[:2]}
+        kind = chance.randrange(4)
+        if kind == 0 and Kind.BOOL not in kinds:
+            made.append(builder.promoted(chance.choice(BINARY), *pick[:2]))
+        elif kind == 1 and Kind.BOOL not in kinds:
+            made.append(builder.promoted(chance.choice(COMPARED), *pick[:2]))
+        elif kind == 2:
+            made.append(builder.where(builder.to_bool(pick[0]), pick[1], pick[2]))
+        elif builder.kinds[pick[0]] is Kind.FLOAT:
+            made.append(builder.make(chance.choice((Op.TANH, Op.NEGATE, Op.ABS)), pick[0]))
+        elif kinds == {Kind.INT}:
+            divisor = builder.make(Op.MAXIMUM, builder.constant(2), pick[1])
+            made.append(builder.make(chance.choice((Op.FLOOR_DIVIDE, Op.REMAINDER)), pick[0], divisor))
+    floats = [place for place in made if builder.kinds[place] is Kind.FLOAT]
+    score = builder.make(Op.ADD, floats[-1], made[0])
+    masks = [place for place in made if builder.kinds[place] is Kind.BOOL and not builder.uses_score(place)]
+    functions, captures = builder.finish(score, masks[-1] if masks else -1)
+    assert captures.ints in ((), (0,))
+    return functions
+
+
+def values(dtype: torch.dtype = torch.float64) -> Values:
+    torch.manual_seed(0)
+    batch, head, query, key = (torch.arange(size) for size in (2, 3, 9, 11))
+    return Values(
+        batch[:, None, None, None], head[:, None, None], query[:, None], key,
+        torch.tensor([4]), torch.tensor([1.5]), (torch.rand(3),),
+        torch.randn(2, 3, 9, 11, dtype=dtype),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(fuzz_count(40, 2000)))
+def test_random_functions(seed: int) -> None:
+    """Text and JSON give back functions; derivatives are autograd's; errors and intervals are bounds."""
+    functions = random_functions(seed)
+    assert parse_functions(functions_text(functions)) == functions
+    assert msgspec.json.decode(msgspec.json.encode(functions), type=Functions) == functions
+    own = values()
+    if functions.score >= 0:
+        assert own.score is not None
+        score = own.score.clone().requires_grad_()
+        changed = evaluate(functions, own._replace(score=score), functions.score).expand_as(score)
+        if changed.requires_grad:
+            (exact,) = torch.autograd.grad(changed.sum(), score)
+            derivative = score_derivative(functions)
+            slope = torch.ones(()) if derivative is None else evaluate(derivative, own, derivative.score)
+            slope = slope.double().expand_as(exact)
+            # At poles, the order of operations decides between NaN and infinity.
+            regular = exact.isfinite() & slope.isfinite()
+            torch.testing.assert_close(slope[regular], exact[regular])
+        narrow = evaluate(functions, own._replace(score=own.score.float()), functions.score)
+        errors = error_terms(functions, own)
+        off = (narrow - changed.detach()).abs() / 2.0**-24
+        assert (off <= 2 * errors + 1e-6).logical_or(~off.isfinite()).all()
+    places = {op: Interval(1, 5) for op in PLACES}
+    bounds = intervals(functions, places, [4], [1.5])
+    batch, head, query, key = (torch.arange(1, 6).view(-1, *[1] * axis) for axis in range(4))
+    score = torch.randn(5, 5, 5, 5, dtype=torch.float64)
+    near = Values(batch, head, query, key, own.ints, own.floats, (torch.rand(6),), score)
+    for place, bound in enumerate(bounds):
+        exact = evaluate(functions, near, place).double()
+        assert ((exact >= bound.least - 1e-6) & (exact <= bound.greatest + 1e-6) | exact.isnan()).all()
+
+
+def causal(builder: Builder) -> int:
+    return builder.make(Op.LESS_EQUAL, builder.make(Op.KEY), builder.make(Op.QUERY))
+
+
+def test_classification_of_blocks() -> None:
+    builder = Builder()
+    functions, _ = builder.finish(-1, causal(builder))
+    others = {Op.BATCH: Interval(0, 0), Op.HEAD: Interval(0, 0)}
+    for first, last, expected in ((0, 63, True), (64, 127, None), (128, 191, False)):
+        places = {**others, Op.QUERY: Interval(64, 127), Op.KEY: Interval(first, last)}
+        assert block_visibility(functions, places) is expected
+    assert block_visibility(Functions(), others) is True
+
+
+LEAF = Node(Op.QUERY)
+CHAIN = (LEAF, *(Node(Op.NEGATE, (place,)) for place in range(MAX_DEPTH)))
+INVALID: dict[str, Callable[[], Functions]] = {
+    "operand": lambda: Functions((Node(Op.NOT, (0,)),), mask=0),
+    "later operand": lambda: Functions((Node(Op.NEGATE, (1,)), LEAF), mask=0),
+    "type": lambda: Functions((LEAF, Node(Op.NOT, (0,))), mask=1),
+    "two types": lambda: Functions((LEAF, Node(Op.SCORE), Node(Op.LESS, (0, 1))), mask=2),
+    "result": lambda: Functions((LEAF,), score=0),
+    "count": lambda: Functions((LEAF, Node(Op.LESS, (0,))), mask=1),
+    "score in mask": lambda: Functions((Node(Op.SCORE), Node(Op.LESS, (0, 0))), mask=1),
+    "unused": lambda: Functions((LEAF, Node(Op.SCORE)), score=1),
+    "depth": lambda: Functions((*CHAIN, Node(Op.LESS, (0, MAX_DEPTH))), mask=MAX_DEPTH + 1),
+    "size": lambda: Functions((Node(Op.SCORE),) * (MAX_NODES + 1), score=0),
+    "constant": lambda: Functions((Node(Op.INT, (), 2**31),), mask=0),
+    "number": lambda: Functions((Node(Op.FLOAT_NUMBER, (), 16),), score=0),
+    "table": lambda: Functions((Node(Op.LOAD, (), 0),), score=0),
+    "dimensions": lambda: Functions((Node(Op.LOAD, (), 0),), score=0, tables=(Table(TableDtype.FP32, 1),)),
+    "value": lambda: Functions((Node(Op.SCORE, (), 1),), score=0),
+}
+
+
+@pytest.mark.parametrize("flaw", INVALID)
+def test_invalid_functions_are_refused(flaw: str) -> None:
+    with pytest.raises(ProblemError):
+        INVALID[flaw]()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "key:0:0:", "os.system:0:-1:", "key.query.less_equal/0/1:-1:2:fp32", "key/0:-1:0:", "key@x:-1:-1:",
+     "key.query.less_equal/0/1:-1:+2:", "key.query.less_equal/0/999:-1:2:", "score" * 9999,
+     "score:0:-1:fp64x1"],
+)  # fmt: skip
+def test_invalid_text_is_refused(text: str) -> None:
+    with pytest.raises(ProblemError):
+        parse_functions(text)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b'{"nodes":[["eval",[],0]]}',
+        b'{"nodes":[["score",["a"],0]],"score":0}',
+        b'{"nodes":1}',
+        b'{"code":""}',
+    ],
+)
+def test_invalid_json_is_refused(raw: bytes) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.json.decode(raw, type=Functions)
+
+
+def test_sums_of_a_shared_term_are_bounded() -> None:
+    """Terms that double with each step end in an error, not in endless time."""
+    builder = Builder()
+    term = builder.make(Op.QUERY)
+    for _ in range(4):
+        term = builder.make(Op.ADD, term, builder.make(Op.ADD, term, builder.make(Op.KEY)))
+    with pytest.raises(ProblemError):  # noqa: PT012 - the number of steps until the limit is open
+        for _ in range(MAX_NODES):
+            term = builder.make(Op.ADD, term, term)
+
+
+def test_order_of_terms_does_not_matter() -> None:
+    digests = set()
+    for order in itertools.permutations(range(3)):
+        builder = Builder()
+        terms: list[int] = [builder.make(op) for op in (Op.QUERY, Op.KEY, Op.INT_NUMBER)]
+        chosen = [terms[place] for place in order]
+        total = builder.make(Op.ADD, chosen[0], builder.make(Op.ADD, chosen[1], chosen[2]))
+        functions, _ = builder.finish(-1, builder.make(Op.LESS, total, builder.constant(9)))
+        digests.add(functions.digest)
+    assert len(digests) == 1
+
+
+def test_loads_wrap_and_stay_inside() -> None:
+    functions = Functions((Node(Op.KEY), Node(Op.LOAD, (0,))), 1, tables=(Table(TableDtype.FP32, 1),))
+    key = torch.tensor([-9, -1, 0, 2, 9])
+    table: Tensor = torch.tensor([1.0, 2.0, 3.0])
+    own = values()._replace(key=key, tables=(table,))
+    assert evaluate(functions, own, 1).tolist() == [1.0, 3.0, 1.0, 3.0, 3.0]

@@ -1,0 +1,259 @@
+"""Tests of traced score and mask functions: canonical forms, captured values, refusals, and block masks."""
+
+import functools
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.attention import flex_attention as flex
+
+import flashtune
+from flashtune.core.errors import ProblemError
+from flashtune.core.expressions.nodes import MAX_TABLES, Functions
+from flashtune.request.functions.block_lists import block_lists, classified_lists
+from flashtune.request.functions.tracing import trace
+
+Function = Callable[..., Any]
+SIZE, FACTOR, TABLE = 7, 1.75, torch.rand(4)
+
+
+def of_mask(mask: Function) -> Functions:
+    return trace(None, mask).functions
+
+
+def global_window(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return q_idx - kv_idx < SIZE
+
+
+def window_of(size: int) -> Function:
+    def window(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return q - k < size
+
+    return window
+
+
+def steps(count: int) -> Function:
+    return lambda s, b, h, q, k: functools.reduce(lambda total, step: total + step * s, range(count), s)
+
+
+EQUAL: dict[str, tuple[Function, Function]] = {
+    "order": (lambda b, h, q, k: q >= k, lambda b, h, q, k: k <= q),
+    "opposite": (lambda b, h, q, k: q >= k, lambda b, h, q, k: ~(q < k)),
+    "difference": (lambda b, h, q, k: q >= k, lambda b, h, q, k: q - k >= 0),
+    "sum": (lambda b, h, q, k: q + k + 3 < 9, lambda b, h, q, k: 1 + (k + (2 + q)) <= 8),
+    "and": (
+        lambda b, h, q, k: (q >= k) & (b > 1) & (h > 0),
+        lambda b, h, q, k: (h > 0) & ((b > 1) & (q >= k)),
+    ),
+    "functions": (lambda b, h, q, k: q >= k, lambda b, h, q, k: torch.logical_not(torch.gt(k, q))),
+    "global and cell": (global_window, window_of(3)),
+    "wrappers": (flex.and_masks(window_of(3), global_window), flex.and_masks(global_window, window_of(9))),
+    "partial": (functools.partial(lambda n, b, h, q, k: q - k < n, 5), window_of(6)),
+    "constant": (
+        lambda b, h, q, k: torch.ones_like(q, dtype=torch.bool) & (q >= k),
+        lambda b, h, q, k: q >= k,
+    ),
+    "module": (lambda b, h, q, k: TABLE[h] > 0.5, lambda b, h, q, k: TABLE[h] > 0.5),
+}
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_equal_functions_share_a_form(name: str) -> None:
+    first, other = map(of_mask, EQUAL[name])
+    assert first == other
+    assert first.digest == other.digest
+
+
+def test_hidden_scores_are_a_mask() -> None:
+    score = trace(lambda s, b, h, q, k: torch.where(q >= k, s, -math.inf), None)
+    assert score.functions == of_mask(lambda b, h, q, k: q >= k)
+    assert score.hides_scores
+    added = trace(lambda s, b, h, q, k: s + torch.where(q >= k, 0.0, -math.inf), None)
+    assert added.functions == score.functions
+    assert trace(lambda s, b, h, q, k: s, flex.noop_mask).functions == Functions()
+
+
+def test_captured_numbers_are_arguments() -> None:
+    first, other = (trace(None, window_of(size)) for size in (3, 4))
+    assert first.functions == other.functions
+    assert (first.ints, other.ints) == ((3,), (4,))
+    capped = trace(lambda s, b, h, q, k: torch.tanh(s / 2.5) * 2.5, None)
+    assert capped.floats == ()
+
+
+def test_numbers_that_decide_control_flow_are_constants() -> None:
+    assert trace(steps(2), None).functions != trace(steps(3), None).functions
+    assert trace(steps(3), None).ints == ()
+
+
+def test_changed_captured_values_are_seen() -> None:
+    size, table = 3, torch.rand(4)
+
+    def mask(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return (q - k < size) & (table[h] > 0)
+
+    before = trace(None, mask)
+    assert trace(None, mask) is before
+    table.add_(1)
+    assert trace(None, mask) is before
+    size = 5
+    assert trace(None, mask).ints == (5,)
+    table = torch.rand(9)
+    assert trace(None, mask).tables[0] is table
+
+
+def test_tensors_computed_by_functions_are_computed_again() -> None:
+    table = torch.zeros(4)
+
+    def score(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return s + table.exp()[h] + table.view(2, 2)[h // 2][h % 2]
+
+    assert trace(score, None).tables[0].tolist() == [1.0] * 4
+    table.fill_(1.0)
+    assert trace(score, None).tables[0].tolist() == pytest.approx([math.e] * 4)
+
+
+def test_parameters_of_modules_are_captured() -> None:
+    class Scores(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.slopes = nn.Parameter(torch.rand(3))
+
+        def forward(self, s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+            return s + self.slopes[h]
+
+    module = Scores()
+    assert trace(module, None).tables[0] is module.slopes
+    q = torch.rand(1, 3, 8, 16)
+    with pytest.raises(ProblemError, match="no backward pass"):
+        flashtune.flex_attention(q, q, q, module)
+
+
+REFUSED: dict[str, tuple[Function, str]] = {
+    "erf": (lambda s, b, h, q, k: torch.erf(s), r"score_mod .* erf at test_functions.py:\d+: "),
+    "branch": (lambda s, b, h, q, k: s if q >= k else -s, r"as a Python bool .* at test_functions.py:\d+: "),
+    "in place": (lambda s, b, h, q, k: s.add_(1), r"add_ at test_functions"),
+    "float64": (lambda s, b, h, q, k: s.to(torch.float64), r"to at .* types are"),
+    "remainder": (lambda s, b, h, q, k: s % 2, "of integers alone"),
+    "power": (lambda s, b, h, q, k: s**0.5, "exponents"),
+    "square root": (lambda s, b, h, q, k: s + math.sqrt(q), "cannot be traced at test_functions"),
+    "index": (lambda s, b, h, q, k: s + TABLE[s], "indices are integers"),
+    "slice": (lambda s, b, h, q, k: s + TABLE[h:], "slice indices"),
+    "too many indices": (lambda s, b, h, q, k: s + TABLE[h, q], "1 dimensions has 2 indices"),
+    "missing index": (lambda s, b, h, q, k: s + TABLE, "lacks 1 of its indices"),
+    "shape": (lambda s, b, h, q, k: s.shape[0], "the property shape"),
+    "complex": (lambda s, b, h, q, k: s + TABLE.to(torch.complex64)[h], "captured tensor is torch.complex64"),
+    "bitwise": (lambda s, b, h, q, k: s + (q & 3), "of bools alone"),
+    "depth": (lambda s, b, h, q, k: functools.reduce(lambda x, _: s + x * s, range(99), s), "in a chain"),
+    "tables": (
+        lambda s, b, h, q, k: sum((torch.rand(9)[h] for _ in range(MAX_TABLES + 1)), s),
+        "captured tensors: kernels take",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_other_operations_are_refused_in_a_sentence(name: str) -> None:
+    function, message = REFUSED[name]
+    with pytest.raises(ProblemError, match=message) as caught:
+        trace(function, None)
+    assert "\n" not in str(caught.value)
+    assert not re.search(r"Traceback|<.* object at", str(caught.value))
+
+
+def test_masks_are_bools() -> None:
+    with pytest.raises(ProblemError, match="int32 instead of bool"):
+        trace(None, lambda b, h, q, k: q - k)
+
+
+def test_lists_of_blocks() -> None:
+    """Full blocks are first, and the last block, which is not whole, is none of them."""
+    mask = flex.create_block_mask(
+        lambda b, h, q, k: k <= q + 72, None, None, 200, 200, device="cpu", BLOCK_SIZE=64
+    )
+    lists = block_lists(mask, 200, 200, full_first=True)
+    visible = [
+        row[:count]
+        for row, count in zip(
+            lists.mask.indices[0, 0].tolist(), lists.mask.counts[0, 0].tolist(), strict=True
+        )
+    ]
+    assert visible == [[0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 3]]
+    assert lists.full_counts.tolist() == [[[1, 2, 3, 0]]]
+    assert block_lists(mask, 200, 200, full_first=True) is lists
+    assert block_lists(mask, 200, 200, full_first=False).full_counts.sum() == 0
+
+
+@pytest.mark.parametrize("queries", [200, 512, 700])
+def test_classified_blocks_are_those_of_torch(queries: int) -> None:
+    """Without captured tensors, intervals find the blocks that torch finds by evaluating each pair."""
+
+    def mask_mod(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return (q + 100 >= k) & (q - k < 50 * SIZE)
+
+    traced = trace(None, mask_mod)
+    extents, device = (2, 4, queries, 640), torch.device("cpu")
+    own = classified_lists(traced.functions, extents, traced.ints, traced.floats, device)
+    mask = flex.create_block_mask(mask_mod, None, None, queries, 640, device="cpu")
+    expected = block_lists(mask, queries, 640, full_first=True)
+    assert torch.equal(own.mask.visible_blocks(5), expected.mask.visible_blocks(5))
+    # Torch counts no block of the last queries as full if some of them do not exist.
+    assert torch.equal(own.full_counts[..., : queries // 128], expected.full_counts[..., : queries // 128])
+
+
+def test_state_of_inner_functions_and_objects() -> None:
+    """Numbers of nested code are seen; objects with attributes are traced at each call."""
+    module = nn.Embedding(4, 1)
+
+    def outer(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        def inner() -> Any:
+            scaled = [s * FACTOR for _ in range(1)]
+            return scaled[0]
+
+        return inner()
+
+    def with_object(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return s + module.weight[h, 0]
+
+    first = trace(outer, None)
+    assert first.floats == (FACTOR,)
+    assert trace(outer, None) is first
+    assert trace(with_object, None) is not trace(with_object, None)
+    module.weight = nn.Parameter(torch.rand(4, 1))
+    assert trace(with_object, None).tables[0] is module.weight
+
+
+def call(**changes: Any) -> Any:
+    tensors = {
+        "query": torch.rand(1, 4, 64, 16),
+        "key": torch.rand(1, 4, 64, 16),
+        "value": torch.rand(1, 4, 64, 16),
+    }
+    return flashtune.flex_attention(**{**tensors, **changes})
+
+
+def mask_of(size: int = 128, length: int = 64) -> Any:
+    return flex.create_block_mask(global_window, None, None, length, length, device="cpu", BLOCK_SIZE=size)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"key": torch.rand(1, 2, 64, 16), "value": torch.rand(1, 2, 64, 16)}, "enable_gqa"),
+        ({"block_mask": mask_of(length=65)}, "for 65 and 65 queries and keys"),
+        ({"block_mask": mask_of(32)}, "multiples of 64"),
+        ({"block_mask": mask_of()[:, :, 0]}, "was sliced"),
+        ({"block_mask": torch.rand(3)}, "flashtune.BlockMask"),
+        ({"score_mod": 3}, "score_mod is int"),
+        ({"score_mod": lambda s, b, h, q, k: s + torch.rand(3)[h]}, "by each head: pass at least 4"),
+        ({"query": torch.rand(4, 64, 16)}, "3 dimensions"),
+        ({"query": torch.rand(1, 4, 64, 16, requires_grad=True)}, "no backward pass"),
+    ],
+)
+def test_calls_are_checked(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ProblemError, match=message):
+        call(**changes)
