@@ -240,7 +240,8 @@ def _record_lines(selection: Selection) -> list[str]:
     source = SOURCES.get(selection.source, selection.source)
     lines = [f"  {source} record of {record.problem.key}: {record.family}, {label}; {selection.standing}"]
     if record.problem.batch_invariant:
-        lines.append(f"  order of arithmetic: {find_family(record.family).numeric_order(record.problem)}")
+        order = find_family(record.family).numeric_order(record.problem, record.config)
+        lines.append(f"  order of arithmetic: {order}")
     if record.measurement is not None:
         lines.append(f"  measured there: {_times_in_words(record.measurement.ms, record.measurement.peers)}")
         for shared in record.measurement.shared or ():

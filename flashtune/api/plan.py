@@ -122,6 +122,8 @@ def plan(
 ) -> Plan[Result]:
     """Prepares a call: selects, compiles and loads a kernel, checks it if necessary, and runs it once.
 
+    A plan keeps its `batch_invariant`, also if `flashtune.set_batch_invariant` is called later.
+
     Args:
         q: Queries with the shape, strides, dtype and device of later calls; values are ignored. The same
             holds for k and v. The other arguments are those of `attention`.
@@ -164,6 +166,7 @@ def planned(
     if shared_prefix:
         make = functools.partial(_shared, make, shared_prefix)
     call = make(*tensors, **{key: options[key] for key in options.keys() - kept.keys()})
+    make = functools.partial(make, batch_invariant=call.options.batch_invariant)
     request = read_call(call)
     words = f", shared_prefix={shared_prefix}" if shared_prefix else ""
     prepared = Prepared(call)

@@ -182,11 +182,14 @@ def default_selections(
     able = [family for family in families() if _why_not(family, problem, target, specialization) is None]
     splitting = next((name for name in SPLIT_TILES_LEADS if find_family(name) in able), "")
     for family in sorted(able, key=lambda family: _default_rank(family, problem, target, splitting)):
+        config = family.default(problem, target)
+        if unsupported_reason(family, problem, target, specialization, config) is not None:
+            continue
         record = Record(
             problem=problem,
             target=target.name,
             family=family.name,
-            config=family.default(problem, target),
+            config=config,
             specialization=Specialization(),
             kernel=None,
             outcome=Outcome.OK,

@@ -42,7 +42,7 @@ from flashtune.templates.forward_hopper.space import (
     padded,
     usual_config,
 )
-from flashtune.templates.forward_hopper.splits import UNSPLIT, can_split
+from flashtune.templates.forward_hopper.splits import UNSPLIT, UNSPLIT_IN_ORDER, can_split
 
 HOPPER = 90
 # Features of which the order of arithmetic is not fixed.
@@ -142,6 +142,9 @@ class ForwardHopper(HopperModel, FamilyOf[HopperConfig]):
         room = target.sram_per_block - SPARE_BYTES
         items = self.sram_items(problem, config, target, Specialization())
         if sum(item.bytes for item in items) > room:
+            if problem.batch_invariant:
+                # Padded tiles have another order of arithmetic.
+                return self._of_few_rows(problem, config, target)
             config = padded(problem, config)
         if config.balanced_grid:
             full = msgspec.structs.replace(config, balanced_grid=False)
@@ -152,14 +155,15 @@ class ForwardHopper(HopperModel, FamilyOf[HopperConfig]):
     def _of_few_rows(self, problem: Problem, config: HopperConfig, target: Target) -> HopperConfig:
         """Returns a config with one group and the most blocks in flight that fit. Copies take the time."""
         room = target.sram_per_block - SPARE_BYTES
+        # Two blocks of all head dims fit.
         for stages in (4, 3, 2):
             few = msgspec.structs.replace(
                 config, num_consumer_groups=1, ping_pong=False, q_stages=1, num_stages=stages
             )
             items = self.sram_items(problem, few, target, Specialization())
             if sum(item.bytes for item in items) <= room:
-                return few
-        return padded(problem, few)
+                break
+        return few
 
     def arguments(self, problem: Problem, config: HopperConfig, specialization: Specialization) -> Arguments:
         return hopper_arguments(problem, config, specialization)
@@ -191,6 +195,9 @@ class ForwardHopper(HopperModel, FamilyOf[HopperConfig]):
             raise KernelError(
                 "keys are not split with dropout, a bias, masks or 8-bit queries: set num_splits to 1"
             )
+        is_hidden = problem.batch_invariant and not problem.features.isdisjoint(UNSPLIT_IN_ORDER)
+        if config.num_splits > 1 and is_hidden:
+            raise KernelError("keys of windows and chunks are not split in one order: set num_splits to 1")
         return hopper_context(problem, config, specialization)
 
 

@@ -35,7 +35,7 @@ from flashtune.templates.forward_hopper.space import (
     hopper_space,
     raw_stages,
 )
-from flashtune.templates.forward_hopper.splits import count_tiles, max_split_tiles
+from flashtune.templates.forward_hopper.splits import count_tiles, max_split_tiles, split_parts
 
 BARRIER_BYTES = 8
 SCALE_BYTES = 4
@@ -133,7 +133,7 @@ class HopperModel(PerformanceModel[HopperConfig]):
             + _conversion(problem, config, target),
             tile_us(problem, config.block_m, pace, target) + _between(config),
         )
-        parts = config.num_splits
+        parts = split_parts(problem, config.num_splits)
         num_programs = persistent_programs(tiling.total * parts, config.balanced_grid, target.sm_count)
         if parts > 1:
             busy = _busy_with_splits(tiling, num_programs, parts, cost)
@@ -209,11 +209,13 @@ def split_variants(problem: Problem, config: HopperConfig, target: Target) -> It
     for groups, pack in itertools.product(groups_of, packs):
         assert isinstance(pack, int)
         tiles = count_tiles(problem, groups * config.rows_per_group, pack)
-        limits: list[float] = [waves * target.sm_count for waves in (1, 2)]
+        limits = [waves * target.sm_count for waves in (1, 2)]
         if problem.batch_invariant:
-            # There is no choice of another number.
+            # Splits of a fixed length leave no choice.
             limits = [max_split_tiles(problem, target)]
-        fitting = ([count for count in counts if count * tiles <= limit] for limit in limits)
+        fitting = (
+            [count for count in counts if split_parts(problem, count) * tiles <= limit] for limit in limits
+        )
         for splits in dict.fromkeys(most[-1] for most in fitting if most):
             other = msgspec.structs.replace(
                 config,

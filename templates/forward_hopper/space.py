@@ -15,6 +15,7 @@ from flashtune.templates.forward_hopper.splits import (
     count_tiles,
     max_split_tiles,
     split_counts,
+    split_parts,
 )
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=64)]
@@ -247,7 +248,7 @@ def _splits_fit(problem: Problem, config: HopperConfig, target: Target) -> bool:
     """Returns whether there are not too many splits of tiles, which have no outputs in shared memory."""
     tiles = count_tiles(problem, config.block_m, config.pack_gqa)
     most = max_split_tiles(problem, target)
-    return tiles * config.num_splits <= most and not config.split_epilogue
+    return tiles * split_parts(problem, config.num_splits) <= most and not config.split_epilogue
 
 
 def _blocks_divide(problem: Problem, config: HopperConfig) -> bool:
@@ -370,7 +371,9 @@ def _default_tiles(problem: Problem) -> HopperConfig:
     # Heads that share a tile fill two groups, also if the scores are capped.
     groups = USUAL_TILES["crowded" if kind == "capped" else kind, width].num_consumer_groups
     pack = max(pack for pack in _packs(problem) if pack == 1 or _is_full(problem, pack, groups))
-    if pack > 1 and _is_narrow(problem) and width == "narrow" and not problem.dropout:
+    # Their blocks have 64 keys, and those of batch-invariant kernels have 128.
+    is_free = not (problem.dropout or problem.batch_invariant)
+    if pack > 1 and _is_narrow(problem) and width == "narrow" and is_free:
         kind = "packed heads"
     tiles = USUAL_TILES[kind, width]
     return msgspec.structs.replace(

@@ -20,12 +20,12 @@ from flashtune.templates.family import ORDERED_KEYS
 
 __all__ = [
     "COMBINE_WARPS", "MAX_DECODED", "MAX_SPLITS", "TILES_PER_SM", "UNSPLIT", "can_split", "combined_columns",
-    "count_tiles", "split_counts", "split_tile",
+    "count_tiles", "split_counts", "split_parts", "split_tile",
 ]  # fmt: skip
 
 # Masks with which one program walks all splits of a batch-invariant tile.
 UNSPLIT_IN_ORDER = {Feature.WINDOW, Feature.CHUNK}
-# Tiles of splits for each SM if lengths are on the device. Programs skip those beyond the last key.
+# The most tiles of splits of a fixed length for each SM. Programs skip those beyond the last key.
 ORDERED_TILES_PER_SM = 32
 # Splits that a program of batch-invariant kernels loads at a time.
 COMBINED_AT_ONCE = 8
@@ -43,21 +43,22 @@ def split_counts(problem: Problem, packs: tuple[int, ...], target: Target) -> tu
     return splits.split_counts(problem, TILE_ROWS, packs, target)
 
 
-def max_split_tiles(problem: Problem, target: Target) -> float:
-    """Returns the most tiles of splits. Those of a fixed length may lie beyond the keys of a sequence."""
-    if not problem.batch_invariant:
-        return TILES_PER_SM * target.sm_count
-    is_ragged = problem.kv_lengths or problem.page_size
-    return ORDERED_TILES_PER_SM * target.sm_count if is_ragged else math.inf
+def max_split_tiles(problem: Problem, target: Target) -> int:
+    """Returns the most tiles of splits."""
+    return (ORDERED_TILES_PER_SM if problem.batch_invariant else TILES_PER_SM) * target.sm_count
 
 
 def ordered_counts(problem: Problem) -> tuple[int, ...]:
-    """Returns 1, and the number of splits of a fixed length. Masks on the left hide most of such splits.
+    """Returns 1, and 2 if a program may compute one split of a fixed length: `split_parts` counts these.
 
-    Launch plans of packed keys do not know the longest sequence.
+    Masks on the left hide most of such splits. Launch plans of packed keys do not know the longest sequence.
     """
-    count = math.ceil(problem.seqlen_kv / ORDERED_KEYS)
     is_known = not problem.packed or problem.page_size > 0
-    if count == 1 or not is_known or not problem.features.isdisjoint(UNSPLIT_IN_ORDER):
-        return (1,)
-    return 1, min(count, MAX_SPLITS)
+    is_hidden = not problem.features.isdisjoint(UNSPLIT_IN_ORDER)
+    return (1, 2) if problem.seqlen_kv > ORDERED_KEYS and is_known and not is_hidden else (1,)
+
+
+def split_parts(problem: Problem, num_splits: int) -> int:
+    """Returns the parts of a tile's keys. Splits of batch-invariant kernels have a fixed length."""
+    is_fixed = problem.batch_invariant and num_splits > 1
+    return max(1, math.ceil(problem.seqlen_kv / ORDERED_KEYS)) if is_fixed else num_splits

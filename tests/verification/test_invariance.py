@@ -18,12 +18,15 @@ CPU = torch.device("cpu")
 
 
 def launched(wrong: Callable[[ExtraInputs, Tensor], float]) -> Callable[..., Any]:
-    """Returns a replacement of `bind` that computes row by row. `wrong` returns an addition to the scale."""
+    """Returns a replacement of `bind` that computes row by row. `wrong` returns an addition to the scale.
+
+    If there is a log-sum-exp, it alone is wrong.
+    """
 
     def bind(*_: object, **__: object) -> Callable[..., None]:
         def launch(tensors: tuple[Any, ...], scale: float, side: ExtraInputs) -> None:
-            q, k, v, out, _ = tensors
-            scale += wrong(side, q)
+            q, k, v, out, lse = tensors
+            error = wrong(side, q)
             assert side.seqlens_kv is not None or side.cu_seqlens_kv is not None
             starts = None if side.cu_seqlens_q is None else side.cu_seqlens_q.tolist()
             count = q.shape[0] if starts is None else len(starts) - 1
@@ -36,8 +39,12 @@ def launched(wrong: Callable[[ExtraInputs, Tensor], float]) -> Callable[..., Any
                 keys, values = (_keys(tensor, sequence, side).double() for tensor in (k, v))
                 for head, row in [(0, row) for row in range(queries.shape[1])]:
                     end = keys.shape[1] - queries.shape[1] + row + 1
-                    scores = scale * (keys[0, :end] @ queries[head, row].double())
-                    written[head, row] = (scores.softmax(0) @ values[0, :end]).to(written.dtype)
+                    products = keys[0, :end] @ queries[head, row].double()
+                    weights = ((scale + error * (lse is None)) * products).softmax(0)
+                    written[head, row] = (weights @ values[0, :end]).to(written.dtype)
+                    if lse is not None:
+                        logs = lse[sequence] if starts is None else lse[0, :, rows]
+                        logs[head, row] = ((scale + error) * products).logsumexp(0)
 
         return launch
 
@@ -68,6 +75,7 @@ def by_batch(side: ExtraInputs, q: Tensor) -> float:
     [{"kv_lengths": True}, {"packed": 1}, {"page_size": 16}, {"packed": 1, "page_size": 64}],
     ids=["lengths", "packed", "pages", "packed pages"],
 )
+@pytest.mark.parametrize("lse", [False, True], ids=["outputs", "log-sum-exp"])
 @pytest.mark.parametrize(
     ("wrong", "is_right"),
     [
@@ -81,13 +89,14 @@ def test_rows_are_compared(
     wrong: Callable[[ExtraInputs, Tensor], float],
     is_right: bool,
     features: dict[str, Any],
+    lse: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(invariance, "bind", launched(wrong))
     monkeypatch.setattr(invariance, "HEADS", 1)
     monkeypatch.setattr(invariance, "KV_HEADS", 1)
     problem = a_problem(16, causal=Causal.BOTTOM_RIGHT, batch_invariant=True, **features)
-    kernel = render(FAMILY, problem, a_config(problem), Specialization())
+    kernel = render(FAMILY, problem, a_config(problem), Specialization(lse=lse))
     findings = list(invariance.invariance_findings(kernel, {}, problem, H200, CPU, 1, others=False))
     assert len(findings) == 7
     assert all(finding.holds() for finding in findings) is is_right

@@ -8,6 +8,7 @@ import torch
 
 from flashtune.core.kernel import Kernel, Specialization
 from flashtune.launch.compilation import load_module
+from flashtune.templates.family import ORDERED_KEYS
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from tests.mutants.core import Mutant, broken, rendered
@@ -19,7 +20,8 @@ UNTOUCHED = 777.0
 
 
 # Keys of a batch-invariant split.
-SPLIT_KEYS = 1024
+SPLIT_KEYS = ORDERED_KEYS
+SINKS = torch.tensor([40.0, 0.0, 30.0])
 
 
 def error_of(kernel: Kernel, splits: int, width: int, *, packed: bool) -> float:
@@ -70,16 +72,17 @@ def test_mutants_are_wrong(mutant: Mutant) -> None:
     assert error_of(broken(mutant), splits, width, packed=True) > 1e-2
 
 
-def rows_in_order(kernel: Kernel, parts: torch.Tensor, logs: torch.Tensor) -> torch.Tensor:
-    """Returns the combined rows of a batch-invariant kernel, with a sink for each head."""
+def rows_in_order(
+    kernel: Kernel, parts: torch.Tensor, logs: torch.Tensor, side: torch.Tensor = SINKS
+) -> torch.Tensor:
+    """Returns the combined rows of a batch-invariant kernel with one extra input."""
     source = kernel.source.replace("    tl.extra.cuda.gdc_wait()\n", "")
     module = load_module(msgspec.structs.replace(kernel, source=source))
     splits, _, width = parts.shape
     out, lse = torch.empty(1, HEADS, TOKENS, width), torch.empty(1, HEADS, TOKENS)
     q, k = torch.empty(1, HEADS, TOKENS, width), torch.empty(1, 1, splits * SPLIT_KEYS, width)
-    sinks = torch.tensor([40.0, 0.0, 30.0])
-    grid, integers = module.epilogue_plan(q, k, k, out, sinks)
-    module.combine[grid](out, lse, parts, logs, sinks, *integers)
+    grid, integers = module.epilogue_plan(q, k, k, out, side)
+    module.combine[grid](out, lse, parts, logs, side, *integers)
     return out[0].flatten(0, 1)
 
 
@@ -91,12 +94,24 @@ def test_splits_of_a_row_are_combined_in_one_order(splits: int, width: int) -> N
     kernel = render(find_family("forward_hopper"), problem, config, Specialization(lse=True))
     parts, logs = torch.randn(splits, HEADS * TOKENS, width), 3 * torch.randn(splits, HEADS * TOKENS) + 40
     rows = rows_in_order(kernel, parts, logs)
-    natural = torch.cat(
-        [logs.double() * math.log(2), torch.tensor([40.0, 0.0, 30.0]).repeat_interleave(TOKENS)[None]]
-    )
+    natural = torch.cat([logs.double() * math.log(2), SINKS.repeat_interleave(TOKENS)[None]])
     expected = (natural.softmax(0)[:splits, :, None] * parts.double()).sum(0)
     assert torch.allclose(rows.double(), expected, atol=1e-5)
     # Splits without keys before and after those of a row, and more of them in the workspace.
     hidden = torch.full((5, *logs.shape[1:]), -math.inf)
     more = torch.cat([torch.randn(5, *parts.shape[1:]), parts, torch.randn(5, *parts.shape[1:])])
     assert torch.equal(rows_in_order(kernel, more, torch.cat([hidden, logs, hidden])), rows)
+
+
+def test_lengths_that_end_beyond_the_workspace_have_all_splits() -> None:
+    torch.manual_seed(0)
+    problem = a_problem(16, kv_lengths=True, batch_invariant=True)
+    config = a_config(problem, num_splits=2, split_epilogue=False, pack_gqa=1)
+    kernel = render(find_family("forward_hopper"), problem, config, Specialization(lse=True))
+    parts, logs = torch.randn(3, HEADS * TOKENS, 16), torch.randn(3, HEADS * TOKENS)
+    whole, beyond, less = (
+        rows_in_order(kernel, parts, logs, torch.tensor([keys], dtype=torch.int32))
+        for keys in (3 * SPLIT_KEYS, 2**31 - 1, 2 * SPLIT_KEYS)
+    )
+    assert torch.equal(beyond, whole)
+    assert not torch.equal(less, whole)

@@ -8,17 +8,18 @@ import pytest
 import torch
 
 import flashtune
-from flashtune.core.errors import ProblemError
+from flashtune.core.errors import KernelError, ProblemError
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Causal, Problem
 from flashtune.core.target import find_target
 from flashtune.dispatch.lookup import default_selection
 from flashtune.templates.family import unsupported_reason
 from flashtune.templates.forward_hopper.space import HopperConfig
+from flashtune.templates.rendering import render
 from tests.problems.hopper import FAMILY, H200, a_config, a_problem, sampled_configs
 from tests.support.machine import Machine
 
-WIDTHS = (64, 96, 128, 192, 256)
+WIDTHS = (24, 64, 96, 128, 192, 232, 248, 256)
 FEATURES: tuple[dict[str, Any], ...] = (
     {},
     {"packed": 4096},
@@ -27,6 +28,7 @@ FEATURES: tuple[dict[str, Any], ...] = (
     {"seqlen_q": 1, "seqlen_kv": 32768, "page_size": 64},
     {"seqlen_q": 5, "seqlen_kv": 8192, "alibi": True},
     {"chunk": 512, "causal": Causal.BOTTOM_RIGHT},
+    {"window_left": 100, "causal": Causal.BOTTOM_RIGHT, "kv_heads": 2},
 )
 
 
@@ -64,6 +66,13 @@ def test_configs_of_another_order_are_refused() -> None:
         assert unsupported_reason(FAMILY, plain, H200, Specialization(), config) is None
 
 
+def test_defaults_of_another_order_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = a_config(bound(128), block_n=64)
+    monkeypatch.setattr(type(FAMILY), "default", lambda *_: config)
+    with pytest.raises(ProblemError, match="leave out batch_invariant"):
+        default_selection(bound(128), H200, Specialization())
+
+
 def splits_of(problem: Problem) -> int:
     config = FAMILY.default(problem, H200)
     assert isinstance(config, HopperConfig)
@@ -71,13 +80,26 @@ def splits_of(problem: Problem) -> int:
 
 
 def test_a_few_queries_split_long_keys() -> None:
-    for queries, keys, splits in ((1, 8192, 8), (1, 1000, 1), (4096, 4096, 1)):
+    for queries, keys, splits in ((1, 8192, 2), (1, 1000, 1), (4096, 4096, 1)):
         problem = a_problem(
             128, heads=32, kv_heads=8, batch=1, seqlen_q=queries, seqlen_kv=keys, batch_invariant=True
         )
         assert splits_of(problem) == splits
     window = bound(128, seqlen_q=1, seqlen_kv=8192, window_left=4095)
     assert splits_of(window) == 1
+    split = a_config(window, num_splits=2, split_epilogue=False)
+    with pytest.raises(KernelError, match="keys of windows"):
+        render(FAMILY, window, split, Specialization())
+
+
+def test_one_kernel_splits_keys_of_all_lengths() -> None:
+    short, long = (bound(128, batch=1, seqlen_q=1, seqlen_kv=keys) for keys in (8192, 2**20))
+    config = FAMILY.default(short, H200)
+    assert FAMILY.default(long, H200) == config
+    sources = [render(FAMILY, problem, config, Specialization()).source for problem in (short, long)]
+    assert sources[0] == sources[1]
+    many = msgspec.structs.replace(long, batch=64)
+    assert not FAMILY.space(many, H200).contains(config)
 
 
 def a_call(dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
@@ -123,6 +145,16 @@ def test_a_setting_of_the_process_holds_for_known_calls(machine: Machine) -> Non
         assert not flashtune.explain(*tensors, batch_invariant=False).problem.batch_invariant
     finally:
         flashtune.set_batch_invariant(False)
+
+
+@pytest.mark.parametrize("flag", [False, True])
+@pytest.mark.usefixtures("machine", "all_invariant")
+def test_plans_keep_their_setting(flag: bool) -> None:
+    lengths = torch.tensor([16], dtype=torch.int32)
+    flashtune.set_batch_invariant(flag)
+    plan = flashtune.plan(*a_call(), kv_lengths=lengths)
+    flashtune.set_batch_invariant(not flag)
+    assert plan(*a_call(), kv_lengths=lengths).shape == (1, 2, 16, 64)
 
 
 @pytest.mark.usefixtures("all_invariant")
