@@ -180,7 +180,8 @@ def default_selections(
 ) -> Iterator[Selection]:
     """Yields the default configs of families that compute a problem for such tensors, the preferred first."""
     able = [family for family in families() if _why_not(family, problem, target, specialization) is None]
-    splitting = next((name for name in SPLIT_TILES_LEADS if find_family(name) in able), "")
+    names = {family.name for family in able}
+    splitting = next((name for name in SPLIT_TILES_LEADS if name in names), "")
     for family in sorted(able, key=lambda family: _default_rank(family, problem, target, splitting)):
         config = family.default(problem, target)
         if unsupported_reason(family, problem, target, specialization, config) is not None:
