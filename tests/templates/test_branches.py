@@ -35,7 +35,7 @@ class Recorded(jinja2.Environment):
         self.trim_blocks, self.lstrip_blocks = base.trim_blocks, base.lstrip_blocks
         self.keep_trailing_newline = base.keep_trailing_newline
         self.taken: set[Branch] = set()
-        self.globals["take"] = self._take
+        self.globals |= {**base.globals, "take": self._take}
 
     def _take(self, template: str, line: int, number: int, value: Value) -> Value:
         self.taken.add((template, line, number, bool(value)))
