@@ -26,7 +26,6 @@ DENSE: dict[str, dict[str, Any]] = {
     "two-sided window": {"window_left": 20, "window_right": 5, "causal": Causal.NONE},
     "window and first tokens": {"window_left": 8, "sink_tokens": 4},
     "chunks": {"chunk": 32},
-    "batch-invariant": {"batch_invariant": True},
     "full chunks": {"chunk": 32, "causal": Causal.NONE},
     "prefix": {"prefix": True},
     "prefix and window": {"prefix": True, "window_left": 9},

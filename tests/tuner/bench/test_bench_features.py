@@ -71,6 +71,11 @@ def test_flashtune_is_called_with_the_features_of_the_problem(name: str) -> None
     assert judge(call.heads_first(wrong)) == math.inf
 
 
+def test_calls_of_batch_invariant_problems_have_the_flag() -> None:
+    problem = a_problem(batch_invariant=True)
+    assert program_call(problem, make_tensors(problem, CPU)).options["batch_invariant"] is True
+
+
 @pytest.fixture
 def compiled(gpu_memory: GpuMemory) -> Iterator[mock.Mock]:
     """`torch.compile` without code generation, and `torch.compiler.reset`."""
