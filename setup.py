@@ -9,7 +9,7 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
-# A Markdown link whose address names no scheme. A package index has none of the files that such links name.
+# A Markdown link to an address without a scheme. A package index has none of the files that such links name.
 RELATIVE_LINK = re.compile(r"(?<!!)\[(?P<text>[^][]+)\]\((?![a-z]+:)[^()]*\)")
 
 FOLDERS = {

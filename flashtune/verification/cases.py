@@ -62,14 +62,14 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     block: int  # Number of keys of the tile that the probe is made for.
     scale: float  # Softmax scale.
     layout: Layout = Layout.BHSD  # Order of heads and positions in memory.
-    # Launches that must agree bit for bit, except gradients whose order of summation may vary.
+    # Launches that must agree bit for bit, except gradients that may be summed in any order.
     repeats: int = 1
     # Index of the tensor of q, k, v, out that spans more than 2^31 elements, if any.
     far: int | None = None
     # Lengths of the sequences, if they differ.
     # Unset fields are not part of the encoded case, from which its seed is computed.
     lengths: Lengths | msgspec.UnsetType = msgspec.UNSET
-    # Whether unused entries of the block table are page numbers whose use faults.
+    # Whether unused entries of the block table are page numbers that fault when they are used.
     faulty: bool | msgspec.UnsetType = msgspec.UNSET
 
     @property
@@ -113,7 +113,7 @@ def companions(problem: Problem, config: Config, level: Level, *, reduced: bool)
     splits = splits_of(config)
     parts = 1 if splits else getattr(config, "num_splits", 1)
     if problem.batch_invariant:
-        # Also of tiles whose own program combines all splits.
+        # Also of tiles of which one program combines all splits.
         parts = ORDERED_KEYS // block_n
     quick = level is Level.QUICK
     if splits or problem.features:

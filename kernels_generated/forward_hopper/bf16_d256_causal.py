@@ -29,7 +29,7 @@ Names
   *_desc*                           TMA descriptor of a tensor: shape, strides, tile
   q, k, v                           rings of tiles in shared memory, and barriers: a tile has arrived, may be overwritten
   *_log2                            a quantity in units of log2, so that exp2 replaces exp
-  pack                              PACK query heads of one KV head, whose rows share a tile
+  pack                              PACK query heads of one KV head; their rows share a tile
   head                              first query head of a pack, counted within its KV head's group
 Tunables
   GROUPS, GROUP_M, BLOCK_N          consumer groups, rows of a group's tile, keys of a block

@@ -1,15 +1,11 @@
 """Run-time arguments of the kernel: descriptors of its tensors, and addresses of keys in small pages."""
 
-import msgspec
-
-from flashtune.core.config import LaunchOptions
-from flashtune.core.kernel import POINTER_ALIGNMENT, Argument, Specialization, Step
+from flashtune.core.kernel import POINTER_ALIGNMENT, Argument, Specialization
 from flashtune.core.problem import Bias, Dtype, KvDtype, Problem
 from flashtune.templates.common.args.arguments import (
     COUNTS,
     PARTIALS,
     SCALES,
-    combine_step,
     descriptor,
     pointer_type,
 )
@@ -25,7 +21,6 @@ from flashtune.templates.forward_hopper.space import (
     shares_rows,
     stored_dtype,
 )
-from flashtune.templates.forward_hopper.splits import COMBINE_WARPS
 
 # Steps of the descriptors of keys and values, if a tensor has the lengths of sequences.
 STEPS = ("k_batch_step", "k_head_step", "v_batch_step", "v_head_step")
@@ -112,22 +107,6 @@ def hopper_arguments(problem: Problem, config: HopperConfig, specialization: Spe
         *(Argument(name, "i32") for name in steps),
         *(Argument(name, "i32") for name in page_steps),
     )
-
-
-def combining_step(problem: Problem, specialization: Specialization) -> Step:
-    """Returns the launch that combines the splits. With packed sequences it needs their ends."""
-    step = combine_step(problem.dtype, specialization, LaunchOptions(COMBINE_WARPS, 1, early=True))
-    names = {"cu_seqlens_q"}
-    if problem.batch_invariant:
-        names |= {"sinks"} if problem.packed else {"sinks", "seqlens_kv"}
-    starts = [tensor for tensor in side_tensors(problem) if tensor.name in names]
-    if not starts:
-        return step
-    pointers = [argument for argument in step.arguments if argument.type.startswith("*")]
-    numbers = step.arguments[len(pointers) :]
-    sequences = (Argument("sequences", "i32"),) if problem.packed else ()
-    own = (*pointers, *starts, *numbers, *sequences)
-    return msgspec.structs.replace(step, arguments=own)
 
 
 def classifying_arguments(problem: Problem, specialization: Specialization) -> Arguments:

@@ -3,6 +3,7 @@
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Bias, Causal, KvDtype, KvScale, Problem
 from flashtune.templates.common.args.problem_context import UNBOUNDED, bound, problem_values
+from flashtune.templates.common.model.splits import split_values
 from flashtune.templates.common.model.sram import chunks_of, columns, power_of_two
 from flashtune.templates.family import ORDERED_KEYS, Context
 from flashtune.templates.forward_hopper.space import (
@@ -20,12 +21,7 @@ from flashtune.templates.forward_hopper.space import (
     skips_splits,
     stored_dtype,
 )
-from flashtune.templates.forward_hopper.splits import (
-    COMBINE_WARPS,
-    COMBINED_AT_ONCE,
-    combined_columns,
-    split_tile,
-)
+from flashtune.templates.forward_hopper.splits import COMBINED_AT_ONCE
 
 # Warps of a program that classifies blocks, and the blocks of a bias for each program, which reads few rows.
 CLASSIFYING_WARPS = {Bias.BOOLEAN: 2, Bias.ADDITIVE: 8}
@@ -38,7 +34,7 @@ def hopper_context(problem: Problem, config: HopperConfig, specialization: Speci
         _tile_values(problem, config)
         | _element_values(problem, config)
         | _mask_values(problem, config)
-        | _split_values(problem, config)
+        | _ordered_values(problem, config)
         | ({"sinks": False} if has_combined_sinks(problem, config) else {})
         | {"lse": specialization.lse}
     )
@@ -73,26 +69,19 @@ def _tile_values(problem: Problem, config: HopperConfig) -> dict[str, object]:
     }
 
 
-def _split_values(problem: Problem, config: HopperConfig) -> dict[str, object]:
-    """Returns the values of splits of the keys, and of the kernel that combines them."""
+def _ordered_values(problem: Problem, config: HopperConfig) -> dict[str, object]:
+    """Returns the values of splits of the keys, also of those of a fixed length."""
     is_ordered = problem.batch_invariant
-    combined = combined_columns(problem, 1 if is_ordered else config.num_splits)
-    return {
+    return split_values(problem, 1 if is_ordered else config.num_splits) | {
         # Splits begin at fixed keys and are combined one by one, also if one program walks all of them.
         "ordered": is_ordered,
         "folds": is_ordered and config.num_splits == 1,
         "combines_sinks": has_combined_sinks(problem, config),
         "split_blocks": ORDERED_KEYS // config.block_n,
         "combined_at_once": COMBINED_AT_ONCE,
-        # A tile has one part of the keys, of which a second kernel combines all.
         "is_split": config.num_splits > 1,
         # Programs skip tiles of splits beyond the last key of a sequence.
         "skips": skips_splits(problem, config),
-        "split_tile": split_tile(1 if is_ordered else config.num_splits),
-        "combined": combined,
-        "column_blocks": -(-problem.value_head_dim // combined),
-        "masked_columns": problem.value_head_dim % combined > 0,
-        "combine_warps": COMBINE_WARPS,
     }
 
 

@@ -18,12 +18,13 @@ from flashtune.core.problem import (
 )
 from flashtune.core.target import Target
 from flashtune.templates.common.args.arguments import transpose_arguments
+from flashtune.templates.common.args.feature_context import combining_step
+from flashtune.templates.common.model.splits import COMBINE_WARPS, UNSPLIT
 from flashtune.templates.common.model.sram import MIN_DOT_WIDTH
 from flashtune.templates.common.model.traffic import mean_queries
 from flashtune.templates.family import Arguments, Context, FamilyOf, NumericOrder
 from flashtune.templates.forward_hopper.arguments import (
     classifying_arguments,
-    combining_step,
     hopper_arguments,
     listing_arguments,
 )
@@ -42,7 +43,7 @@ from flashtune.templates.forward_hopper.space import (
     padded,
     usual_config,
 )
-from flashtune.templates.forward_hopper.splits import UNSPLIT, UNSPLIT_IN_ORDER, can_split
+from flashtune.templates.forward_hopper.splits import UNSPLIT_IN_ORDER
 
 HOPPER = 90
 # Features of which the order of arithmetic is not fixed.
@@ -55,6 +56,8 @@ WORKSPACE = "transposed"
 # Features that a bias or mask, or a block mask, excludes.
 EXCLUDED_WITH_BIAS = {Feature.PACKED, Feature.PAGES, Feature.KV_LENGTHS, Feature.PREFIX, Feature.TREE}
 EXCLUDED_WITH_BLOCK_MASK = {Feature.PACKED, Feature.PAGES, Feature.BIAS, Feature.PREFIX, Feature.TREE}
+# Programs that combine splits start before the last ones that compute them end.
+COMBINING = LaunchOptions(COMBINE_WARPS, 1, early=True)
 # Additional bytes of the compiler: exchange between roles, and alignment gaps.
 SPARE_BYTES = 1024
 # A full grid replaces a balanced one, and splits replace whole keys, if they take less than this fraction.
@@ -186,15 +189,17 @@ class ForwardHopper(HopperModel, FamilyOf[HopperConfig]):
         return numeric_order(problem, config)
 
     def epilogue(self, problem: Problem, config: HopperConfig, specialization: Specialization) -> Step | None:
-        return combining_step(problem, specialization) if config.num_splits > 1 else None
+        if config.num_splits == 1:
+            return None
+        names: tuple[str, ...] = ()
+        if problem.batch_invariant:
+            # Sinks are added after all splits. Their number follows from the lengths.
+            names = ("sinks",) if problem.packed else ("sinks", "seqlens_kv")
+        return combining_step(problem, specialization, names, COMBINING)
 
     def context(self, problem: Problem, config: HopperConfig, specialization: Specialization) -> Context:
         if problem.packed and config.pack_gqa > 1:
             raise KernelError("heads share no tiles in varlen batches: set pack_gqa to 1")
-        if config.num_splits > 1 and not can_split(problem):
-            raise KernelError(
-                "keys are not split with dropout, a bias, masks or 8-bit queries: set num_splits to 1"
-            )
         is_hidden = problem.batch_invariant and not problem.features.isdisjoint(UNSPLIT_IN_ORDER)
         if config.num_splits > 1 and is_hidden:
             raise KernelError("keys of windows and chunks are not split in one order: set num_splits to 1")

@@ -17,6 +17,7 @@ from flashtune.templates.common.model.cost import (
     together_us,
     traffic_us,
 )
+from flashtune.templates.common.model.splits import count_tiles
 from flashtune.templates.common.model.sram import chunks_of, columns
 from flashtune.templates.common.model.tile_schedule import (
     TileCost,
@@ -35,7 +36,7 @@ from flashtune.templates.forward_hopper.space import (
     hopper_space,
     raw_stages,
 )
-from flashtune.templates.forward_hopper.splits import count_tiles, max_split_tiles, split_parts
+from flashtune.templates.forward_hopper.splits import max_split_tiles, split_parts
 
 BARRIER_BYTES = 8
 SCALE_BYTES = 4
@@ -243,7 +244,7 @@ def _busy_with_splits(tiling: Tiling, num_programs: int, splits: int, cost: Tile
 
 
 def running_programs(problem: Problem, config: HopperConfig, target: Target | None) -> AtOnce:
-    """Counts the persistent programs, and the KV heads whose tiles they share."""
+    """Counts the persistent programs, and the KV heads of which they share tiles."""
     tiling = Tiling(problem, config.block_m // config.pack_gqa, config.block_n, config.pack_gqa)
     head_swizzle = min(config.head_swizzle or tiling.heads, tiling.heads)
     programs = min(tiling.total, target.sm_count if target else 1)

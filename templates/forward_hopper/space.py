@@ -8,20 +8,14 @@ import msgspec
 from flashtune.core.config import Axis, BlockSize, Config, Space
 from flashtune.core.problem import Bias, BlockLists, Dtype, KvDtype, Problem
 from flashtune.core.target import Target
+from flashtune.templates.common.model.splits import Splits, count_tiles
 from flashtune.templates.common.model.sram import columns, head_chunks, is_exact
 from flashtune.templates.family import ORDERED_KEYS, NumericOrder
-from flashtune.templates.forward_hopper.splits import (
-    MAX_SPLITS,
-    count_tiles,
-    max_split_tiles,
-    split_counts,
-    split_parts,
-)
+from flashtune.templates.forward_hopper.splits import max_split_tiles, split_counts, split_parts
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=64)]
 WeightTiles = Annotated[int, msgspec.Meta(ge=0, le=2)]
 Section = Annotated[int, msgspec.Meta(ge=0, le=2**16)]
-Splits = Annotated[int, msgspec.Meta(ge=1, le=MAX_SPLITS)]
 
 GROUP_WARPS = 4
 GROUP_THREADS = 128

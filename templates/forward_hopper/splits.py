@@ -5,23 +5,8 @@ import math
 from flashtune.core.problem import Feature, Problem
 from flashtune.core.target import Target
 from flashtune.templates.common.model import splits
-from flashtune.templates.common.model.splits import (
-    COMBINE_WARPS,
-    MAX_DECODED,
-    MAX_SPLITS,
-    TILES_PER_SM,
-    UNSPLIT,
-    can_split,
-    combined_columns,
-    count_tiles,
-    split_tile,
-)
+from flashtune.templates.common.model.splits import TILES_PER_SM
 from flashtune.templates.family import ORDERED_KEYS
-
-__all__ = [
-    "COMBINE_WARPS", "MAX_DECODED", "MAX_SPLITS", "TILES_PER_SM", "UNSPLIT", "can_split", "combined_columns",
-    "count_tiles", "split_counts", "split_parts", "split_tile",
-]  # fmt: skip
 
 # Masks with which one program walks all splits of a batch-invariant tile.
 UNSPLIT_IN_ORDER = {Feature.WINDOW, Feature.CHUNK}

@@ -115,7 +115,7 @@ class ForwardMasked(MaskedModel, FamilyOf[MaskedConfig]):
 
     def epilogue(self, problem: Problem, config: MaskedConfig, specialization: Specialization) -> Step | None:
         # Not all GPUs of the family launch a kernel before the preceding one ends.
-        return combining_step(problem, config.num_splits, specialization)
+        return combining_step(problem, specialization) if config.num_splits > 1 else None
 
     def context(self, problem: Problem, config: MaskedConfig, specialization: Specialization) -> Context:
         chunks = head_chunks(problem.head_dim, config.split_head_dim), value_chunks(problem, config)

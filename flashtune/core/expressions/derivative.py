@@ -7,7 +7,7 @@ from flashtune.core.expressions.nodes import Functions, Kind, Op
 
 
 def score_derivative(functions: Functions) -> Functions | None:
-    """Returns functions whose score is the derivative by the score, or None if it is 1.
+    """Returns functions that compute the derivative by the score, or None if it is 1.
 
     Its captured values have the places of those of `functions`, all of which it keeps. At points without a
     derivative, such as a bound of a minimum, it is that of torch: the first operand's, or 0 for `abs` of 0.

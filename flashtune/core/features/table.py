@@ -394,7 +394,7 @@ FEATURES: Mapping[Feature, Description[FeatureFields, ExtraInputs]] = {
         keys={"deterministic": "flag, with `backward`: bitwise reproducible gradients"},
     ),
     Feature.BATCH_INVARIANT: Description(
-        title="Rows whose bits do not depend on the batch (`batch_invariant`)",
+        title="The same bits of a row in every batch (`batch_invariant`)",
         example="batch_invariant",
         word="invariant",
         fields=("batch_invariant",),

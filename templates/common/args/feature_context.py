@@ -1,5 +1,6 @@
 """A problem's features for templates, and their arguments."""
 
+from collections.abc import Collection
 from typing import Any
 
 import msgspec
@@ -14,6 +15,8 @@ from flashtune.templates.common.model.splits import COMBINE_WARPS
 from flashtune.templates.family import Arguments
 
 COUNT = 5
+# Options of the launch that combines splits.
+COMBINING = LaunchOptions(COMBINE_WARPS, 1)
 # The first NVIDIA architecture that converts 8-bit floats with 4 exponent bits.
 CONVERTS_E4M3 = 89
 # The features that `common/masks.jinja` computes.
@@ -95,15 +98,23 @@ def feature_arguments(
     )
 
 
-def combining_step(problem: Problem, num_splits: int, specialization: Specialization) -> Step | None:
-    """Returns the launch that combines the splits, if any. With packed sequences it needs their ends."""
-    if num_splits == 1:
-        return None
-    step = combine_step(problem.dtype, specialization, LaunchOptions(COMBINE_WARPS, 1))
-    if not problem.packed:
-        return step
-    starts = (tensor for tensor in side_tensors(problem) if tensor.name == "cu_seqlens_q")
+def combining_step(
+    problem: Problem,
+    specialization: Specialization,
+    names: Collection[str] = (),
+    options: LaunchOptions = COMBINING,
+) -> Step:
+    """Returns the launch that combines the splits. With packed sequences it needs their ends.
+
+    Args:
+        problem: The problem.
+        specialization: What the kernel assumes of its tensors.
+        names: Further extra inputs of the launch, if the problem has them.
+        options: Options of the launch.
+    """
+    step = combine_step(problem.dtype, specialization, options)
+    tensors = [tensor for tensor in side_tensors(problem) if tensor.name in ("cu_seqlens_q", *names)]
     pointers = [argument for argument in step.arguments if argument.type.startswith("*")]
     numbers = step.arguments[len(pointers) :]
-    own = (*pointers, *starts, *numbers, Argument("sequences", "i32"))
-    return msgspec.structs.replace(step, arguments=own)
+    sequences = (Argument("sequences", "i32"),) if problem.packed else ()
+    return msgspec.structs.replace(step, arguments=(*pointers, *tensors, *numbers, *sequences))

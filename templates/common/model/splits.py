@@ -72,7 +72,7 @@ def combined_columns(problem: Problem, num_splits: int) -> int:
     )
 
 
-def split_values(problem: Problem, num_splits: int) -> dict[str, int]:
+def split_values(problem: Problem, num_splits: int) -> dict[str, object]:
     """Returns the template values of splits of the keys, and of the kernel that combines them.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Mutants of batch-invariant kernels: right results, whose bits depend on other rows or on lengths."""
+"""Mutants of batch-invariant kernels: right results with bits that depend on other rows or on lengths."""
 
 from flashtune.core.problem import Causal
 from tests.mutants.core import Mutant, Patch, mutants_of

@@ -7,7 +7,7 @@ import pytest
 
 from flashtune.core.errors import KernelError
 from flashtune.core.problem import Bias, Causal, Dtype, KvDtype
-from flashtune.templates.forward_hopper.splits import MAX_DECODED, count_tiles
+from flashtune.templates.common.model.splits import MAX_DECODED, count_tiles
 from flashtune.templates.rendering import render
 from flashtune.verification.cases import Level, companions
 from tests.problems.hopper import FAMILY, H200, PLAIN, a_config, a_problem, sram_bytes
