@@ -6,8 +6,6 @@ import torch
 from torch import Tensor
 
 from flashtune.api.explain import Explanation, explain_call
-from flashtune.core.errors import ProblemError
-from flashtune.request.call import Call
 from flashtune.request.functions.call import ScoreMod, flex_call
 from flashtune.request.request import Result
 from flashtune.runtime.torch_modes import is_compiling
@@ -59,8 +57,8 @@ def flex_attention(
         value: Values [batch, kv_heads, seqlen_kv, value_head_dim].
         score_mod: A function of (score, batch, head, query, key) that returns the changed score. The score is
             the product of a query and a key, times the scale, in float32.
-        block_mask: A `BlockMask` of torch, whose mask function is evaluated in its partial blocks, or of
-            flashtune. None shows all keys.
+        block_mask: A `BlockMask` of torch or of flashtune. The mask function of torch's is evaluated in its
+            partial blocks. None shows all keys.
         scale: Factor of the products; 1 / sqrt(head_dim) by default.
         enable_gqa: Whether there may be fewer KV heads than query heads.
         return_lse: Whether to return the log-sum-exp of each row too.
@@ -99,26 +97,8 @@ def explain_flex(
         ProblemError: As `flex_attention`.
         StoreError: The user's database cannot be read.
     """
-    return explain_call(_call(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse))
+    return explain_call(flex_call(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse))
 
 
 def _attend(*arguments: Any) -> Result:
-    return attend(_call(*arguments))
-
-
-def _call(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    score_mod: ScoreMod | None,
-    block_mask: Any,
-    scale: float | None,
-    enable_gqa: bool,
-    return_lse: bool,
-) -> Call:
-    call = flex_call(query, key, value, score_mod, block_mask, scale, return_lse)
-    if not enable_gqa and query.shape[1] != key.shape[1]:
-        raise ProblemError(
-            f"query has {query.shape[1]} heads and key {key.shape[1]}: pass enable_gqa=True, or as many heads"
-        )
-    return call
+    return attend(flex_call(*arguments))

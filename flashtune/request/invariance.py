@@ -8,7 +8,8 @@ _is_default = False
 def set_batch_invariant(flag: bool) -> None:
     """Sets the default of `batch_invariant` for later calls of flashtune in this process, on all threads.
 
-    Replaced operators of torch and transformers, plans and saved graphs do not follow it.
+    Plans keep the value with which they were made. Replaced operators of torch and transformers and saved
+    graphs do not follow it.
 
     Raises:
         ProblemError: `flag` is not a bool.

@@ -32,6 +32,7 @@ def flex_call(
     score_mod: ScoreMod | None,
     block_mask: Any,
     scale: float | None,
+    enable_gqa: bool,
     return_lse: bool,
 ) -> Call:
     """Returns the record of a call of `flex_attention`, with the same arguments and errors."""
@@ -39,6 +40,10 @@ def flex_call(
         require_dense(name, tensor)
         if tensor.dim() != 4:
             raise ProblemError(f"{name} has {tensor.dim()} dimensions: pass [batch, heads, seqlen, head_dim]")
+    if not enable_gqa and q.shape[1] != k.shape[1]:
+        raise ProblemError(
+            f"query has {q.shape[1]} heads and key {k.shape[1]}: pass enable_gqa=True, or as many heads"
+        )
     mask_mod = mask_function(block_mask) if is_flex_mask(block_mask) else None
     traced = trace(score_mod, mask_mod)
     functions = traced.functions

@@ -27,7 +27,7 @@ Replace = Callable[[float], object]
 
 
 class _Stateful(Exception):  # noqa: N818 - not an error
-    """A function captures an object whose state may change."""
+    """A function captures an object with state that may change."""
 
 
 def is_number(value: object) -> bool:
@@ -38,7 +38,7 @@ def is_number(value: object) -> bool:
 
 
 def replaced(function: Any, replace: Replace) -> Any:
-    """Returns a function whose captured numbers are replaced by `replace(number)`."""
+    """Returns a function with captured numbers replaced by `replace(number)`."""
     return _replaced(function, replace, {}, 0)
 
 
@@ -46,7 +46,7 @@ def state(function: Any) -> tuple[object, ...] | None:
     """Returns the captured values: functions with equal states compute the same from the same tensors.
 
     Tensors are identities, and the caller keeps them alive. Returns None if the function captures an object
-    whose state may change unseen.
+    with state that may change unseen.
     """
     found: list[object] = []
     try:

@@ -316,7 +316,7 @@ def _name(node: fx.Node) -> str:
     )
 
 
-# Operators of Python whose names end with an underscore. Torch's such functions change their operands.
+# Operators of Python with names that end with an underscore. Torch's such functions change their operands.
 _PYTHON = ("and_", "or_", "not_")
 
 
