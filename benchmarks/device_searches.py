@@ -202,7 +202,7 @@ def _runs(source: Source, runs: Sequence[DeviceRun]) -> Iterator[str]:
 
 
 def _repeats(source: Source, runs: Sequence[DeviceRun]) -> Iterator[str]:
-    """A row for each shape whose searches selected different configs, the most expensive first."""
+    """A row for each shape of which searches selected different configs, the most expensive first."""
     rows, costs = [], []
     for key in dict.fromkeys(row.problem for row in runs[0].searches):
         own = [

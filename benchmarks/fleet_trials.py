@@ -73,8 +73,8 @@ def audit(fault: str, moments: int, url: str, log: Path, **values: Any) -> Trial
         selected = {entry.record.problem.key for entry in store.selections()}
     stored = Counter(f"{record.problem.key} {record.ms!r}" for record in records)
     # A line of a process that was killed may have no end.
-    told = {line for line in log.read_text().splitlines(keepends=True) if line.endswith("\n")}
-    results = [line.rstrip() for line in told if not line.startswith("#")]
+    lines = {line for line in log.read_text().splitlines(keepends=True) if line.endswith("\n")}
+    results = [line.rstrip() for line in lines if not line.startswith("#")]
     assert results
     timings = Counter((record.problem.key, record.config, finals_run(record)) for record in records)
     alone = Counter(record.problem.key for record in records if finals_run(record) is None)
@@ -239,7 +239,7 @@ def killed_drivers(fault: str, kills: int, url: str, folder: Path, start: Callab
                 os.waitpid(child, 0)
                 killed += 1
         if is_last:
-            # A job whose drivers were killed three times was set aside. The same command queues it again.
+            # A job was set aside if its drivers were killed three times. The same command queues it again.
             assert ends_within(forked(partial(drive, start, log, begun, first)), 600)
             return audit(fault, killed, url, log)
     raise AssertionError
@@ -370,48 +370,44 @@ def until(condition: Callable[[], bool], limit: float = 120.0) -> float:
     return time.monotonic() - start
 
 
-def taken_again(
-    url: str, log: Path, other: Callable[[], int], fault: Callable[[], None], lines: int = 6
-) -> tuple[float, int]:
-    """Makes a fault in mid-search and starts another worker. Returns when it had the job, and its process."""
-    until(lambda: log.exists() and log.read_text().count("\n") >= lines)
-    start = time.monotonic()
-    fault()
-    child = other()
-    with Queue(url) as queue:
-        until(lambda: queue.jobs()[0].attempts > 1)
-    return time.monotonic() - start, child
+def taken_over(
+    name: str, folder: Path, measurer: NoisyMeasurer, *, hang: float = 600.0, stops: bool = False
+) -> TrialRow:
+    """Makes a fault of a worker on a GPU in mid-search. Another worker takes its job over.
+
+    The first one gives a search up after `hang` seconds without progress. With `stops`, its process is
+    stopped, and goes on after the other worker has the job.
+    """
+    log = folder / "log"
+    with running_server() as server:
+        url = server.new_database("trial")
+        enqueue(url)
+        first = forked(partial(work, url, log, [measurer], hang=hang))
+        until(lambda: log.exists() and log.read_text().count("\n") >= 6)
+        start = time.monotonic()
+        if stops:
+            os.kill(first, signal.SIGSTOP)
+        second = forked(partial(work, url, log, [SlowMeasurer()]))
+        with Queue(url) as queue:
+            until(lambda: queue.jobs()[0].attempts > 1)
+        seconds = time.monotonic() - start
+        if stops:
+            os.kill(first, signal.SIGCONT)
+        assert ends_within(first, 60)
+        assert ends_within(second, 60)
+        return audit(name, 1, url, log, seconds=seconds)
 
 
 def hanging_gpu(kills: int, folder: Path) -> TrialRow:
     """A GPU does not answer any more."""
     del kills
-    log = folder / "log"
-    with running_server() as server:
-        url = server.new_database("trial")
-        enqueue(url)
-        first = forked(partial(work, url, log, [SlowMeasurer(8)], hang=10.0))
-        other = partial(forked, partial(work, url, log, [NoisyMeasurer()]))
-        seconds, second = taken_again(url, log, other, lambda: None)
-        assert ends_within(first, 60)
-        assert ends_within(second, 60)
-        return audit("a GPU that hangs", 1, url, log, seconds=seconds)
+    return taken_over("a GPU that hangs", folder, SlowMeasurer(8), hang=10.0)
 
 
 def stopped_worker(kills: int, folder: Path) -> TrialRow:
     """A worker's process is stopped, and goes on after another one has its job."""
     del kills
-    log = folder / "log"
-    with running_server() as server:
-        url = server.new_database("trial")
-        enqueue(url)
-        first = forked(partial(work, url, log, [SlowMeasurer()]))
-        other = partial(forked, partial(work, url, log, [SlowMeasurer()]))
-        seconds, second = taken_again(url, log, other, lambda: os.kill(first, signal.SIGSTOP))
-        os.kill(first, signal.SIGCONT)
-        assert ends_within(first, 60)
-        assert ends_within(second, 60)
-        return audit("a process that hangs, and goes on", 1, url, log, seconds=seconds)
+    return taken_over("a process that hangs, and goes on", folder, SlowMeasurer(), stops=True)
 
 
 def lost_gpu(kills: int, folder: Path) -> TrialRow:

@@ -12,6 +12,7 @@ import argparse
 import importlib.util
 import itertools
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,10 +21,18 @@ import torch
 
 from benchmarks.dispatch_regret.analysis import dispatched
 from benchmarks.dispatch_regret.timing import compile_all
-from benchmarks.kernels.splits import BEST, DECODING, HOPELESS, HOPPER, Time, candidates
+from benchmarks.kernels.splits import (
+    BEST,
+    DECODING,
+    HOPELESS,
+    HOPPER,
+    Check,
+    Time,
+    candidates,
+    verify,
+)
 from benchmarks.saved import RESULTS, load, run_of, save
 from flashtune.core.canonical import without
-from flashtune.core.errors import KernelError
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Feature, Problem
 from flashtune.core.target import Target, device_target
@@ -37,7 +46,6 @@ from flashtune.tuner.execution.inputs import Tensors, make_tensors
 from flashtune.tuner.execution.timed_runs import kernel_run
 from flashtune.tuner.execution.timing import Run, measure_interleaved, once
 from flashtune.tuner.workloads.shapes import parse_shape
-from flashtune.verification.check import check_kernel
 
 ROUNDS, SPLIT = 31, 5
 SCRIPT = "benchmarks/kernels/drafts.py"
@@ -140,25 +148,14 @@ def batch_candidates(problem: Problem, target: Target) -> tuple[Candidate, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def verify(seconds: float, target: Target, device: torch.device) -> dict[str, str]:
-    """Returns the verdicts at the full level."""
-    end, verdicts = time.monotonic() + seconds, {}
+def tree_checks(target: Target) -> Iterator[Check]:
+    """Yields the checks of kernels with masks of trees."""
     for shape, name, splits in VERIFIED:
         (problem,) = parse_shape(shape)
-        family = find_family(name)
-        config = family.default(problem, target)
+        config = find_family(name).default(problem, target)
         if name == HOPPER:
             config = msgspec.structs.replace(usual_config(problem), num_splits=splits, split_epilogue=False)
-        label = f"{name} {problem.key} {splits} splits"
-        verdicts[label] = "not checked"
-        if time.monotonic() < end:
-            try:
-                verdict = check_kernel(family, problem, config, Specialization(lse=True), target, device)
-                verdicts[label] = "" if verdict.passed else verdict.failed
-            except KernelError as error:
-                verdicts[label] = str(error)
-        print(f"{label}: {verdicts[label] or 'passed'}", flush=True)
-    return verdicts
+        yield f"{name} {problem.key} {splits} splits", problem, Candidate(name, config)
 
 
 def measured(labels: list[tuple[str, str]], runs: list[Run], device: torch.device) -> tuple[Time, ...]:
@@ -215,7 +212,7 @@ def main() -> None:
     # Kernels compile on other cores during the checks.
     with ThreadPoolExecutor(1) as thread:
         compiled = thread.submit(compile_all, jobs, target, print)
-        verdicts = verify(arguments.verify, target, device)
+        verdicts = verify(tree_checks(target), arguments.verify, target, device)
         compiled.result()
     rows: list[Row] = []
     end = time.monotonic() + arguments.seconds

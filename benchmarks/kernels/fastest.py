@@ -199,10 +199,9 @@ def _row(case: Case, device: Any) -> Row:
         call = program_call(problem, tensors)
         options = {**call.named, **call.options, "prefer": "fastest"}
         attend = functools.partial(flashtune.attention, tensors.q, tensors.k, tensors.v, **options)
-        told = flashtune.explain(tensors.q, tensors.k, tensors.v, **options)
-        served = (
-            told.selection.record.family if told.backend == "generated" and told.selection else told.backend
-        )
+        explanation = flashtune.explain(tensors.q, tensors.k, tensors.v, **options)
+        selection = explanation.selection if explanation.backend == "generated" else None
+        served = selection.record.family if selection else explanation.backend
         out = attend()
         ours = capture(attend)
         runs = {name: _capture_peer(problem, tensors, backend) for name, backend in BACKENDS.items()}

@@ -3,9 +3,10 @@
     python -m benchmarks.kernels.invariance --problems 200 --seconds 500 --save FILE.json.gz
     python -m benchmarks.kernels.invariance --problems 0 --seconds 500 --time --save FILE.json.gz
 
-Each problem is one sequence, whose rows a causal prefill computes. A surrounding computes some of these rows
-in another call: in a batch, packed, in chunks, by decoding, in pages. Rows must have equal bits. `--time`
-also times the kernels of dispatch with and without the constraint, and without splits, in interleaved runs.
+Each problem is one sequence, and a causal prefill computes its rows. A surrounding computes some of these
+rows in another call: in a batch, packed, in chunks, by decoding, in pages. Rows must have equal bits.
+`--time` also times the kernels of dispatch with and without the constraint, and without splits, in
+interleaved runs.
 """
 
 import argparse
@@ -314,7 +315,7 @@ def compared(count: int, end: float, target: Target, device: torch.device) -> Re
 def transformer(device: torch.device) -> dict[str, int]:
     """Returns the logits of a small transformer that differ from those of its prompt alone, by the way.
 
-    All but attention is computed in blocks of 64 rows, whose bits do not depend on other blocks.
+    All but attention is computed in blocks of 64 rows. Their bits do not depend on other blocks.
     """
     kind, tokens, hidden, layers, words = KINDS[0], 3000, 512, 3, 1024
     torch.manual_seed(1)

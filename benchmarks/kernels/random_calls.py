@@ -348,9 +348,9 @@ def _attempted(call: RandomCall) -> Row:
 
     inputs = make_inputs(call, torch.device("cuda"))
     try:
-        told = flashtune_call(call, inputs, explained=True)
-        served = told.selection is not None and told.backend == "generated"
-        server = told.selection.record.family if served else str(told.backend)
+        explanation = flashtune_call(call, inputs, explained=True)
+        served = explanation.selection is not None and explanation.backend == "generated"
+        server = explanation.selection.record.family if served else str(explanation.backend)
         ours = _results(call, inputs, flashtune_call)
         run = capture_here(functools.partial(_results, call, inputs, flashtune_call))
     except (FlashtuneError, RuntimeError) as error:

@@ -12,7 +12,7 @@ benchmarks.documents --write` puts the table into docs/dispatch.md.
 import argparse
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,8 @@ SAVED = (
     ("masked-splits", MASKED, RESULTS / "nvidia-h200-masked-splits.json.gz"),
 )
 WHOLE, SPLIT = "whole", "split"
+# The name of a check, its problem, and the kernel.
+Check = tuple[str, Problem, Candidate]
 ROUNDS, BEST, HOPELESS = 11, 6, 2.0
 SHOWN_KEYS = (4096, 65536)
 LONG = "dtype=bf16,heads=8,kv_heads=1,head_dim=128,batch=1,seqlen_q=17,seqlen_kv=65536"
@@ -137,24 +139,28 @@ def candidates(name: str, problem: Problem, target: Target) -> tuple[Candidate, 
     return tuple(found)
 
 
-def verify(family_name: str, seconds: float, target: Target, device: torch.device) -> dict[str, str]:
-    """Returns the verdicts at the full level."""
+def verify(checks: Iterable[Check], seconds: float, target: Target, device: torch.device) -> dict[str, str]:
+    """Returns the verdicts of checks at the full level by their names. After some seconds none starts."""
     end, verdicts = time.monotonic() + seconds, {}
-    family = find_family(family_name)
-    for shape, changes in VERIFIED if family_name == HOPPER else VERIFIED_MASKED:
-        (problem,) = parse_shape(shape)
-        config = _changed(whole_config(family_name, problem, target), changes)
-        name = f"{problem.key} {config.num_splits} splits"
-        if time.monotonic() > end:
-            verdicts[name] = "not checked"
-            continue
-        try:
-            verdict = check_kernel(family, problem, config, Specialization(lse=True), target, device)
-            verdicts[name] = "" if verdict.passed else verdict.failed
-        except KernelError as error:
-            verdicts[name] = str(error)
+    for name, problem, candidate in checks:
+        verdicts[name] = "not checked"
+        if time.monotonic() < end:
+            family, lse = find_family(candidate.family), Specialization(lse=True)
+            try:
+                verdict = check_kernel(family, problem, candidate.config, lse, target, device)
+                verdicts[name] = "" if verdict.passed else verdict.failed
+            except KernelError as error:
+                verdicts[name] = str(error)
         print(f"{name}: {verdicts[name] or 'passed'}", flush=True)
     return verdicts
+
+
+def split_checks(family: str, target: Target) -> Iterator[Check]:
+    """Yields the checks of a family's configs with splits."""
+    for shape, changes in VERIFIED if family == HOPPER else VERIFIED_MASKED:
+        (problem,) = parse_shape(shape)
+        config = _changed(whole_config(family, problem, target), changes)
+        yield f"{problem.key} {config.num_splits} splits", problem, Candidate(family, config)
 
 
 def _changed(config: Config, changes: dict[str, Any]) -> Any:
@@ -241,7 +247,8 @@ def main() -> None:
     with ThreadPoolExecutor(1) as thread:
         jobs = {problem: candidates(arguments.family, problem, target) for problem in problems}
         compiled = thread.submit(compile_all, jobs, target, print)
-        verdicts = verify(arguments.family, arguments.verify, target, device)
+        checks = split_checks(arguments.family, target)
+        verdicts = verify(checks, arguments.verify, target, device)
         compiled.result()
     rows: list[Row] = []
     end = time.monotonic() + arguments.seconds

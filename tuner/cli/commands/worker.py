@@ -76,7 +76,7 @@ def command(
         lambda progress: f"{progress.worker} {progress.problem.key}: {progress.phase}".lstrip(),
         PLAIN_SECONDS,
     )
-    told = ""
+    noted = ""
     use_own_triton_folder()
     if compile_only:
         from flashtune.tuner.execution.backend import compilers_of
@@ -96,12 +96,12 @@ def command(
                     if shows_progress():
                         show(event)
                 elif isinstance(event, Lease):
-                    told = ""
+                    noted = ""
                     note(f"job {event.job} of batch {event.batch}, attempt {event.attempt}")
                 elif isinstance(event, str):
-                    if event != told:
+                    if event != noted:
                         note(event)
-                    told = event
+                    noted = event
                 else:
                     lease = event.lease
                     if as_json:
