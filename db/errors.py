@@ -19,6 +19,10 @@ class ServerUnavailableError(StoreError):
     """A server cannot be reached, or it ended the connection. The same transaction may succeed later."""
 
 
+class RowError(StoreError):
+    """A row cannot be stored or selected. Other rows can."""
+
+
 class UnreadableRecord(Printable, UserWarning):
     """A stored row was skipped: this flashtune cannot read or use it."""
 

@@ -13,7 +13,7 @@ from sqlalchemy.engine.interfaces import DBAPIConnection, ExceptionContext
 from sqlalchemy.pool import ConnectionPoolEntry
 
 from flashtune.core.errors import StoreError
-from flashtune.db.errors import ELSEWHERE, ServerUnavailableError
+from flashtune.db.errors import ELSEWHERE, RowError, ServerUnavailableError
 from flashtune.db.limits import SCANNED_BYTES_PER_SECOND, STATEMENT_SECONDS
 from flashtune.db.location import describe, without_secrets
 
@@ -41,6 +41,8 @@ SELECT has_table_privilege('records', 'INSERT') AND has_table_privilege('selecti
 # Codes of PostgreSQL: lost connections, shutdowns, too many connections, limits of locks, deadlocks. The same
 # transaction may succeed later.
 PASSING = re.compile("08...|57P0[123]|53300|55P03|40P01|40001")
+# Codes of values that violate types or constraints, or exceed limits of the server.
+OF_A_ROW = re.compile("2[123]...|54...")
 # A refused connection has no code, and its text may have any language.
 LASTING = re.compile("authentication|does not exist|permission denied|not permitted|pg_hba|SSL|certificate")
 # Limits of one transaction, which poolers of connections pass on. A large database takes longer to scan.
@@ -216,6 +218,9 @@ def server_error(error: BaseException, url: str) -> StoreError:
     reason = without_secrets(str(cause).strip().partition("\n")[0], url)
     if _code(cause) in FORBIDDEN:
         return forbidden(url, reason)
+    # The driver refuses some values itself, without a code.
+    if isinstance(error, exc.DataError | UnicodeError) or OF_A_ROW.fullmatch(_code(cause)):
+        return RowError(f"the database {describe(url)} refuses a row ({reason}): report it")
     kind = ServerUnavailableError if _is_passing(error) else StoreError
     return kind(f"the database {describe(url)} cannot be used ({reason}): check the server, or {ELSEWHERE}")
 

@@ -16,6 +16,7 @@ from flashtune.db.codec import Check
 from flashtune.db.creation import ready_engine, source_engine
 from flashtune.db.eligibility import why_not_selectable
 from flashtune.db.engine import reading, writing
+from flashtune.db.errors import RowError
 from flashtune.db.forgetting import Choose, Forgettable, Group, TakenBack, affected, forget, groups
 from flashtune.db.location import database_url, describe
 from flashtune.db.merge import MergeCounts, WhyRefused, merge, merge_tables
@@ -159,10 +160,10 @@ class Store:
         query = select_records().where(RECORDS.c.id == record_id)
         candidates = list(readable(connection.execute(query), describe(self.url)))
         if not candidates:
-            raise StoreError(f"{describe(self.url)} has no record {record_id}: `flashtune show` lists them")
+            raise RowError(f"{describe(self.url)} has no record {record_id}: `flashtune show` lists them")
         reason = why_not_selectable(candidates[0].record)
         if reason:
-            raise StoreError(f"record {record_id} of {describe(self.url)} cannot be selected: {reason}")
+            raise RowError(f"record {record_id} of {describe(self.url)} cannot be selected: {reason}")
         return candidates[0].record
 
     def selections(self, target: str | None = None) -> list[StoredRecord]:

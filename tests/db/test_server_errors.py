@@ -9,7 +9,8 @@ from sqlalchemy import text
 
 from flashtune.core.errors import StoreError
 from flashtune.db import server as connections
-from flashtune.db.engine import reading
+from flashtune.db.engine import reading, writing
+from flashtune.db.errors import RowError
 from flashtune.db.retries import Retries
 from flashtune.db.server import server_engine
 from flashtune.db.store import open_store
@@ -67,6 +68,18 @@ def test_old_servers_and_missing_drivers(
         assert "and flashtune needs 99 or newer: upgrade it" in refusal(postgres)
     monkeypatch.setitem(sys.modules, "psycopg2", None)
     assert "needs a driver" in refusal(postgres.replace("psycopg", "psycopg2"))
+
+
+@pytest.mark.parametrize(
+    "statement",
+    ["INSERT INTO records (id) VALUES (1)", "SELECT 1 / 0", "SELECT repeat('x', 1 << 30)"],
+)
+def test_errors_of_a_row_are_no_errors_of_the_server(postgres: str, statement: str) -> None:
+    with open_store(postgres) as store:
+        with pytest.raises(RowError, match="refuses a row"), writing(store._engine, postgres) as connection:
+            connection.execute(text(statement))
+        with pytest.raises(RowError, match="NUL"), writing(store._engine, postgres) as connection:
+            connection.execute(text("SELECT CAST(:value AS text)"), {"value": "\0"})
 
 
 def test_kept_connections_are_made_again_after_the_server_was_away(own_postgres: Server) -> None:

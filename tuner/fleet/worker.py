@@ -21,6 +21,7 @@ from flashtune.core.errors import (
 from flashtune.core.machine import triton_folder
 from flashtune.core.notices import warn_once
 from flashtune.core.target import Target
+from flashtune.db.errors import RowError
 from flashtune.db.queue import Claimant, Lease, LeasedStore, LeaseLostError, Queue, lost
 from flashtune.tuner.execution.backend import SearchWorkers, StoppableClock
 from flashtune.tuner.execution.compile_pool import CompilerShare, SearchCompiler
@@ -175,18 +176,17 @@ class Worker(NamedTuple):
                 return Ended(lease, None, heart.fault)
             except LeaseLostError as error:
                 return Ended(lease, None, str(error))
-            except (MachineError, DeviceLostError, StoreError) as error:
+            except FlashtuneError as error:
+                is_of_host = isinstance(error, MachineError | StoreError) and not isinstance(error, RowError)
                 # If the server does not answer, the lease ends by itself.
                 with contextlib.suppress(StoreError):
-                    if isinstance(error, DeviceLostError):
-                        # The job may be the cause, so the attempt counts.
-                        self.queue.fail(lease, str(error))
-                    else:
+                    if is_of_host:
                         self.queue.give_back(lease.worker, str(error))
-                raise
-            except FlashtuneError as error:
-                with contextlib.suppress(StoreError):
-                    self.queue.fail(lease, str(error), final=isinstance(error, UsageError))
+                    else:
+                        # The job may be the cause, also of a lost GPU, so the attempt counts.
+                        self.queue.fail(lease, str(error), final=isinstance(error, UsageError))
+                if is_of_host or isinstance(error, DeviceLostError):
+                    raise
                 return Ended(lease, None, str(error))
             except Exception as error:
                 # The job may be the cause, so its next workers get a limited number of attempts.

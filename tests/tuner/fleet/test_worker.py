@@ -11,10 +11,12 @@ from typing import Any
 
 import msgspec
 import pytest
+from sqlalchemy import text
 
 from flashtune.core.errors import FlashtuneError, MachineError, StoreError, UsageError
 from flashtune.core.notices import FlashtuneWarning
 from flashtune.core.record import Outcome
+from flashtune.db.engine import writing
 from flashtune.db.errors import ServerUnavailableError
 from flashtune.db.queue import JobSpec, Queue
 from flashtune.db.retries import RETRY_SECONDS
@@ -131,6 +133,17 @@ def test_a_fault_of_the_machine_gives_the_job_back_and_ends_the_worker(
     assert states(queue) == left
     with open_store(queue.url) as store:
         assert {entry.record.outcome for entry in store.records()} == {Outcome.OK}
+
+
+def test_a_refused_row_counts_as_an_attempt_and_the_worker_continues(queue: Queue) -> None:
+    enqueue(queue, 2)
+    refused = queue.jobs()[0].problem_key
+    with writing(queue._engine, queue.url) as connection:
+        condition = f"CHECK (problem_key <> '{refused}')"
+        connection.execute(text(f"ALTER TABLE records ADD CONSTRAINT refusal {condition}"))
+    ended = [event for event in run(queue) if isinstance(event, Ended)]
+    assert ["refuses a row" in event.reason for event in ended] == [True, True, True, False]
+    assert states(queue) == [("failed", 3), ("done", 1)]
 
 
 def test_other_gpus_of_a_host_continue_after_one_is_lost(queue: Queue) -> None:
