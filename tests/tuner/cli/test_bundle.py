@@ -2,12 +2,16 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
+from flashtune import testing
 from flashtune.bundle.bundle_file import dump_bundle
 from flashtune.bundle.records import Receipt
+from flashtune.core.kernel import Specialization
+from flashtune.core.problem import Problem
 from flashtune.core.target import find_target
 from flashtune.db.table import shipped_table
 from flashtune.launch.binding import compile_binary
@@ -121,3 +125,26 @@ def test_report_of_a_verification_counts_kernels_without_a_known_call(
     assert "1 kernels are not verified" in run(*command, "all").stdout
     assert "exists: verify it to continue" in run(*command, "all", "--out", out).stderr
     assert "numbers below 2" in run(*command, "2").stderr
+
+
+def test_verification_knows_the_calls_of_named_shapes(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("flashtune.core.target.device_target", lambda index: find_target("h200"))
+    monkeypatch.setattr("flashtune.db.table.shipped_table", lambda name: None)
+    monkeypatch.setattr(bundles, "coverage_calls", lambda: ())
+    known: list[tuple[Problem, Specialization]] = []
+
+    def no_uses(
+        bundle: object, kernels: object, calls: list[tuple[Problem, Specialization]], *_: object
+    ) -> Any:
+        known.extend(calls)
+        return {}
+
+    monkeypatch.setattr("flashtune.tuner.verify.bundle_verification.uses_of", no_uses)
+    entry, codes = make_entry(1, b"one")
+    path = tmp_path / "kernels.bundle"
+    path.write_bytes(dump_bundle("sm_90", "1.0", [msgspec.structs.replace(entry, receipts=())], codes))
+    assert run("bundle", "verify", path, "--processes", "1", "--shape", SHAPE).exit_code == 0
+    assert {problem for problem, _ in known} == {testing.problem(SHAPE)}

@@ -31,9 +31,14 @@ from flashtune.tuner.cli.output import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
     from flashtune.bundle.records import Entry
     from flashtune.core.problem import Problem
     from flashtune.core.target import Target
+    from flashtune.db.table import TunedTable
+    from flashtune.tuner.cli.options import AnyCommand
+    from flashtune.tuner.tables.warm import Call
 
 out_option = click.option(
     "--out",
@@ -57,6 +62,18 @@ class Verification(msgspec.Struct, frozen=True):
     seconds: float
 
 
+def bundle_table_option(help_text: str) -> Callable[[AnyCommand], AnyCommand]:
+    """`--table`: tuned tables as `table_files`."""
+    return click.option(
+        "--table",
+        "table_files",
+        multiple=True,
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help=f"{help_text} Repeatable.",
+    )
+
+
 @click.group("bundle", cls=Group)
 def command() -> None:
     """Build, verify, list and merge files of compiled kernels."""
@@ -71,14 +88,7 @@ def command() -> None:
     ),
 )
 @optional_problem_options
-@click.option(
-    "--table",
-    "table_files",
-    multiple=True,
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Build the kernels of a tuned table. Repeatable.",
-)
+@bundle_table_option("Build the kernels of a tuned table.")
 @click.option(
     "--base",
     type=click.Path(path_type=Path),
@@ -106,24 +116,14 @@ def build_bundle(
     reproduce their machine code.
     """
     from flashtune.bundle.bundle_file import open_bundle
-    from flashtune.db.table import load_table, shipped_table
-    from flashtune.tuner.tables.bundles import build, coverage_calls, table_calls
-    from flashtune.tuner.tables.warm import calls_of, tables_with
+    from flashtune.tuner.tables.bundles import build
+    from flashtune.tuner.tables.warm import tables_with
 
     del device  # Nothing runs on a GPU.
     if base:
         open_bundle(base)  # Reports errors before the work.
-    tables = [*map(load_table, table_files)]
-    for table in tables:
-        if table.target != target.name:
-            raise UsageError(
-                f"a table of {printable(table.target)} cannot be built for {target.name}: "
-                "name its GPU by --target, or another table"
-            )
-    shipped = [table for table in (shipped_table(target.name),) if table]
-    calls = [*calls_of(problems), *(call for table in tables for call in table_calls(table))]
-    if not problems and not tables:
-        calls = [*(call for table in shipped for call in table_calls(table)), *coverage_calls()]
+    tables = _tables(table_files, target)
+    calls = _named_calls(problems, tables) if problems or tables else _usual_calls(target)
     with progress_bars() as bars:
         built = build(calls, target, tables_with(target, tables), base=base, watch=bars)
     for sentence in built.left_out:
@@ -138,9 +138,12 @@ def build_bundle(
     examples=(
         "flashtune bundle verify kernels.bundle",
         "flashtune bundle verify kernels.bundle --out verified.bundle --devices 0,1 --seconds 480",
+        "flashtune bundle verify llama.bundle --model llama-3.1-8b --seqlen 2048",
     ),
 )
 @click.argument("file", type=click.Path(path_type=Path))
+@optional_problem_options
+@bundle_table_option("Also verify kernels that dispatch takes from a tuned table.")
 @devices_option(default="all", show_default=True)
 @click.option(
     "--processes",
@@ -158,26 +161,32 @@ def build_bundle(
 @quiet_options
 @json_option
 def verify_bundle(
-    file: Path, devices: str, processes: int | None, seconds: float | None, out: Path | None, as_json: bool
+    file: Path,
+    problems: tuple[Problem, ...],
+    table_files: tuple[Path, ...],
+    devices: str,
+    processes: int | None,
+    seconds: float | None,
+    out: Path | None,
+    as_json: bool,
 ) -> None:
     """Verify the kernels without a receipt of this GPU, and write the file with receipts.
 
-    A kernel is verified at a problem of the shipped table or of `build`'s untuned shapes. Several processes
-    share each GPU.
+    A kernel is verified at a problem that dispatch chooses it for: of the shipped table, of `build`'s untuned
+    shapes, or of the named shapes and tables. Several processes share each GPU.
 
     The file is written every 30 seconds and at the end, also after Ctrl-C and SIGTERM. Run the command on the
     written file to continue.
     """
     from flashtune.bundle.bundle_file import open_bundle
-    from flashtune.db.table import shipped_table
-    from flashtune.dispatch.tables import tuned_records
     from flashtune.tuner.execution.processes import start_server
-    from flashtune.tuner.tables.bundles import coverage_calls, table_calls
+    from flashtune.tuner.tables.warm import tables_with
     from flashtune.tuner.verify.bundle_verification import process_count, unverified, uses_of, verify
     from flashtune.tuner.verify.verify_jobs import Runs, stopped_by_signals
 
     start = time.monotonic()
     indexes, target = find_gpus(devices)
+    tables = _tables(table_files, target)
     out = out or file
     bundle = open_bundle(file)
     if out.exists() and not out.samefile(file):
@@ -186,9 +195,8 @@ def verify_bundle(
         runs = Runs(seconds, bars)
         start_server()
         kernels = unverified(bundle, target)
-        table = shipped_table(target.name)
-        calls = [*(table_calls(table) if table else ()), *coverage_calls()]
-        uses = uses_of(bundle, kernels, calls, target, tuned_records(target.name), bars)
+        calls = [*_usual_calls(target), *_named_calls(problems, tables)]
+        uses = uses_of(bundle, kernels, calls, target, tables_with(target, tables), bars)
         processes = processes or process_count(indexes)
         with stopped_by_signals(runs):
             results = verify(file, out, uses, indexes, processes, runs, bars)
@@ -212,6 +220,37 @@ def verify_bundle(
         )
 
 
+def _tables(files: Iterable[Path], target: Target) -> list[TunedTable]:
+    """Returns the tables of some files. All must be of one GPU."""
+    from flashtune.db.table import load_table
+
+    tables = [*map(load_table, files)]
+    for table in tables:
+        if table.target != target.name:
+            raise UsageError(
+                f"a table of {printable(table.target)} cannot be used for {target.name}: "
+                "name its GPU by --target, or another table"
+            )
+    return tables
+
+
+def _named_calls(problems: Iterable[Problem], tables: Iterable[TunedTable]) -> list[Call]:
+    """Returns the calls of shapes and tables."""
+    from flashtune.tuner.tables.bundles import table_calls
+    from flashtune.tuner.tables.warm import calls_of
+
+    return [*calls_of(problems), *(call for table in tables for call in table_calls(table))]
+
+
+def _usual_calls(target: Target) -> list[Call]:
+    """Returns the calls of the shipped table and of untuned shapes."""
+    from flashtune.db.table import shipped_table
+    from flashtune.tuner.tables.bundles import coverage_calls
+
+    shipped = shipped_table(target.name)
+    return [*_named_calls((), (shipped,) if shipped else ()), *coverage_calls()]
+
+
 def _report(report: Verification, *, as_json: bool) -> None:
     """Prints the result of a verification."""
     for kernel, reason in report.failed.items():
@@ -224,7 +263,10 @@ def _report(report: Verification, *, as_json: bool) -> None:
         f"{len(report.failed)} failed and {report.left} are left, after {report.seconds:.0f} s"
     )
     if report.unused:
-        say(f"{report.unused} kernels are not verified, because dispatch chooses them for no known call")
+        say(
+            f"{report.unused} kernels are not verified, because dispatch chooses them for no known call: "
+            "name their shapes"
+        )
 
 
 @command.command(
