@@ -10,15 +10,18 @@ interleaved runs.
 """
 
 import argparse
+import multiprocessing
 import random
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 import torch
+from pebble import ProcessPool
 from torch import Tensor
 
 import flashtune
@@ -259,20 +262,20 @@ def prefilled(kind: Kind, prompt: Prompt, options: dict[str, Any]) -> Tensor:
     return out[0]
 
 
-def problems(count: int, device: torch.device) -> Iterator[tuple[Kind, Prompt, random.Random]]:
-    """Yields kinds in turn with random prompts; the same in every run."""
-    for number in range(count):
-        chance = random.Random(number)  # noqa: S311
-        torch.manual_seed(number)
-        kind = KINDS[number % len(KINDS)]
-        length = int(2 ** chance.uniform(3, 12.55)) if number >= len(KINDS) else 2500
-        yield kind, a_prompt(kind, min(length, LONGEST), device), chance
+def a_problem(number: int, device: torch.device) -> tuple[Kind, Prompt, random.Random]:
+    """Returns one of the kinds in turn with a random prompt; the same in every run."""
+    chance = random.Random(number)  # noqa: S311
+    torch.manual_seed(number)
+    kind = KINDS[number % len(KINDS)]
+    length = int(2 ** chance.uniform(3, 12.55)) if number >= len(KINDS) else 2500
+    return kind, a_prompt(kind, min(length, LONGEST), device), chance
 
 
 def compile_ahead(count: int, target: Target, device: torch.device) -> None:
     """Compiles most kernels of the first problems on all cores."""
     jobs: dict[Problem, tuple[Candidate, ...]] = {}
-    for kind, prompt, chance in problems(min(count, 4 * len(KINDS)), device):
+    for number in range(min(count, 4 * len(KINDS))):
+        kind, prompt, chance = a_problem(number, device)
         for _ in range(SURROUNDINGS):
             call = surrounding(kind, prompt, chance, options_of(kind, device))
             found = EXPLAIN[call.function](*call.arguments, **call.options)
@@ -285,31 +288,51 @@ def compile_ahead(count: int, target: Target, device: torch.device) -> None:
     compile_all(jobs, target, print)
 
 
-def compared(count: int, end: float, target: Target, device: torch.device) -> Report:
-    """Returns the comparison of bits."""
+def compared_problem(number: int) -> Report:
+    """Returns the comparison of one problem, on one of the GPUs in turn."""
+    device = torch.device("cuda", number % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    kind, prompt, chance = a_problem(number, device)
+    rows, differing = 0, {}
+    options = options_of(kind, device)
+    expected = prefilled(kind, prompt, options)
+    for _ in range(SURROUNDINGS):
+        call = surrounding(kind, prompt, chance, options)
+        own = call.pick(call.function(*call.arguments, **call.options)).reshape(-1, *expected.shape[1:])
+        wanted = expected[call.first : call.first + own.shape[0]]
+        wrong = int((own.view(torch.int16) != wanted.view(torch.int16)).flatten(1).any(1).sum())
+        rows += own.shape[0]
+        if wrong:
+            worst = (own.float() - wanted.float()).abs().max().item()
+            name = f"{kind.name}, {prompt.q.shape[0]} tokens: {call.name} from {call.first}"
+            differing[f"{name}, by up to {worst:.2g}"] = wrong
+    return Report(1, SURROUNDINGS, rows, differing, {}, ())
+
+
+def compared(count: int, jobs: int, end: float, target: Target, device: torch.device) -> Report:
+    """Returns the comparison of bits by several processes, and prints the problems that did not end in time."""
     compile_ahead(count, target, device)
-    checked, calls, rows = 0, 0, 0
-    differing: dict[str, int] = {}
-    for kind, prompt, chance in problems(count, device):
-        if time.monotonic() > end:
-            break
-        options = options_of(kind, device)
-        expected = prefilled(kind, prompt, options)
-        for _ in range(SURROUNDINGS):
-            call = surrounding(kind, prompt, chance, options)
-            own = call.pick(call.function(*call.arguments, **call.options)).reshape(-1, *expected.shape[1:])
-            wanted = expected[call.first : call.first + own.shape[0]]
-            wrong = int((own.view(torch.int16) != wanted.view(torch.int16)).flatten(1).any(1).sum())
-            calls, rows = calls + 1, rows + own.shape[0]
-            if wrong:
-                name = f"{kind.name}, {prompt.q.shape[0]} tokens: {call.name} from {call.first}"
-                differing[name] = wrong
-                worst = (own.float() - wanted.float()).abs().max().item()
-                print(f"{name}: {wrong} of {own.shape[0]} rows differ, by up to {worst:.2g}", flush=True)
-        checked += 1
-        if checked % 10 == 0:
-            print(f"{checked} problems, {calls} calls, {rows} rows, {len(differing)} differ", flush=True)
-    return Report(checked, calls, rows, differing, {}, ())
+    total = Report(0, 0, 0, {}, {}, ())
+    with ProcessPool(jobs, context=multiprocessing.get_context("spawn")) as pool:
+        waiting = {pool.schedule(compared_problem, (number,)): number for number in range(count)}
+        try:
+            for future in as_completed(waiting, timeout=max(0.0, end - time.monotonic())):
+                report, number = future.result(), waiting.pop(future)
+                total = Report(
+                    total.problems + 1,
+                    total.surroundings + report.surroundings,
+                    total.rows + report.rows,
+                    total.differing | report.differing,
+                    {},
+                    (),
+                )
+                kind = KINDS[number % len(KINDS)].name
+                print(f"problem {number} ({kind}): {report.rows} rows, {report.differing}", flush=True)
+        except TimeoutError:
+            running = [number for future, number in waiting.items() if future.running()]
+            print(f"{len(waiting)} problems have not ended in time; running are {running}", flush=True)
+            pool.stop()
+    return total
 
 
 def transformer(device: torch.device) -> dict[str, int]:
@@ -467,6 +490,7 @@ def main() -> None:
     """Runs the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--problems", type=int, default=200)
+    parser.add_argument("--jobs", type=int, default=8, help="processes that compare bits, on all GPUs")
     parser.add_argument("--seconds", type=float, default=500.0)
     parser.add_argument("--time", action="store_true", help="time the kernels too")
     parser.add_argument("--save", type=Path, required=True, help="the file to write")
@@ -475,7 +499,8 @@ def main() -> None:
     end = time.monotonic() + arguments.seconds
     report = Report(0, 0, 0, {}, {}, ())
     if arguments.problems:
-        report = compared(arguments.problems, end, target, device)
+        report = compared(arguments.problems, arguments.jobs, end, target, device)
+        save(arguments.save, report)
         report = msgspec.structs.replace(report, transformer=transformer(device))
     save(arguments.save, report)
     rows: list[Row] = []
