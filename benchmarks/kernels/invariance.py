@@ -310,11 +310,13 @@ def compared_problem(number: int) -> Report:
 
 
 def compared(count: int, jobs: int, end: float, target: Target, device: torch.device) -> Report:
-    """Returns the comparison of bits by several processes, and prints the problems that did not end in time."""
+    """Returns the comparison of bits by several processes. Prints the problems that did not end in time."""
     compile_ahead(count, target, device)
     total = Report(0, 0, 0, {}, {}, ())
     with ProcessPool(jobs, context=multiprocessing.get_context("spawn")) as pool:
-        waiting = {pool.schedule(compared_problem, (number,)): number for number in range(count)}
+        waiting: dict[Any, int] = {
+            pool.schedule(compared_problem, (number,)): number for number in range(count)
+        }
         try:
             for future in as_completed(waiting, timeout=max(0.0, end - time.monotonic())):
                 report, number = future.result(), waiting.pop(future)
@@ -331,7 +333,7 @@ def compared(count: int, jobs: int, end: float, target: Target, device: torch.de
         except TimeoutError:
             running = [number for future, number in waiting.items() if future.running()]
             print(f"{len(waiting)} problems have not ended in time; running are {running}", flush=True)
-            pool.stop()
+            pool.stop()  # type: ignore[no-untyped-call]
     return total
 
 

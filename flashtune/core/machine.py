@@ -408,8 +408,11 @@ def ptxas_version() -> str:
     changes = [f" {name}={value}" for name in CODE_VARIABLES if (value := variable(name))]
     spec = importlib.util.find_spec("triton")
     folders = (spec and spec.submodule_search_locations) or ()
-    named = filter(None, [os.environ.get("TRITON_PTXAS_PATH")])
-    for path in (*named, *(f"{folder}/backends/nvidia/bin/ptxas" for folder in folders)):
+    # From 3.9 on, Triton compiles for Hopper by the program that was for newer GPUs alone.
+    is_newer = tuple(map(int, re.findall(r"\d+", triton_version())[:2])) >= (3, 9)
+    program = "ptxas-blackwell" if is_newer else "ptxas"
+    named = filter(None, [os.environ.get(f"TRITON_{program.replace('-', '_').upper()}_PATH")])
+    for path in (*named, *(f"{folder}/backends/nvidia/bin/{program}" for folder in folders)):
         with machine_errors(), contextlib.suppress(FileNotFoundError, subprocess.CalledProcessError):
             said = subprocess.check_output([path, "--version"], stderr=subprocess.STDOUT, text=True)
             stated = PTXAS_RELEASE.search(said)

@@ -87,6 +87,29 @@ def test_ptxas_version_is_the_one_for_hopper() -> None:
     assert f"release {current_versions('forward_q_outer').ptxas}," in said.stdout
 
 
+@pytest.mark.parametrize(
+    ("triton", "program"),
+    [
+        ("3.6.0", "ptxas"),
+        ("3.8.1", "ptxas"),
+        ("3.9.0", "ptxas-blackwell"),
+        ("3.10.0+git1", "ptxas-blackwell"),
+    ],
+)
+def test_ptxas_of_newer_tritons_is_another_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, triton: str, program: str
+) -> None:
+    tool = tmp_path / "tool"
+    tool.write_text("#!/bin/sh\necho Cuda compilation tools, release 99.1, V99.1.2\n")
+    tool.chmod(0o755)
+    monkeypatch.setattr(machine, "triton_version", lambda: triton)
+    for name in ("ptxas", "ptxas-blackwell"):
+        monkeypatch.delenv(variable := f"TRITON_{name.replace('-', '_').upper()}_PATH", raising=False)
+        if name == program:
+            monkeypatch.setenv(variable, str(tool))
+    assert machine.ptxas_version.__wrapped__() == "99.1"
+
+
 def test_variable_that_changes_machine_code_is_part_of_the_version_of_ptxas(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -100,6 +123,7 @@ def test_ptxas_without_permission_to_execute_is_reported(
 ) -> None:
     tool = tmp_path / "ptxas"
     tool.write_text("")
+    monkeypatch.setattr(machine, "triton_version", lambda: "3.6.0")
     monkeypatch.setenv("TRITON_PTXAS_PATH", str(tool))
     with pytest.raises(MachineError, match=r"Triton's ptxas cannot be run at .*Permission denied"):
         machine.ptxas_version.__wrapped__()

@@ -1,5 +1,6 @@
 """Tests of the numbers of splits of Hopper's tiles: spaces, defaults, and the problems that verify them."""
 
+import ast
 from typing import Any
 
 import msgspec
@@ -63,6 +64,32 @@ def test_other_problems_have_one_split(changes: dict[str, Any]) -> None:
     if problem.features & {"dropout", "bias"} or problem.dtype.is_quantized:
         with pytest.raises(KernelError, match="set num_splits to 1"):
             render(FAMILY, problem, msgspec.structs.replace(config, num_splits=2), PLAIN)
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("stored", [None, KvDtype.E4M3, KvDtype.INT8], ids=str)
+@pytest.mark.parametrize(
+    "features",
+    [{"packed": 64}, {}, {"batch_invariant": True}, {"batch_invariant": True, "packed": 64}],
+    ids=str,
+)
+def test_all_roles_take_tiles_in_the_same_way(
+    splits: int, stored: KvDtype | None, features: dict[str, Any]
+) -> None:
+    problem = a_problem(128, **FEW, seqlen_q=64, page_size=16, kv_dtype=stored, **features)
+    config = a_config(problem, num_splits=splits, split_epilogue=False)
+    tree = ast.parse(render(FAMILY, problem, config, PLAIN).source)
+    taken = {
+        role.name: {
+            node.attr
+            for node in ast.walk(role)
+            if isinstance(node, ast.Attribute) and node.attr.endswith("_tile")
+        }
+        for role in tree.body
+        if isinstance(role, ast.FunctionDef) and role.name in ("produce", "convert", "consume")
+    }
+    assert len(taken) == 2 + (stored is not None)
+    assert len(set(map(frozenset, taken.values()))) == 1, taken
 
 
 @pytest.mark.parametrize("level", [Level.QUICK, Level.FULL])
