@@ -26,7 +26,7 @@ from torch import Tensor
 
 import flashtune
 from benchmarks.dispatch_regret.timing import compile_all
-from benchmarks.saved import RESULTS, load, run_of, save
+from benchmarks.saved import RESULTS, Saved, load, run_of, save
 from flashtune.api.explain import Explanation, explain, explain_paged, explain_varlen
 from flashtune.core.errors import KernelError
 from flashtune.core.kernel import Specialization
@@ -97,6 +97,7 @@ CHUNKED = (
 UNSPLIT = (f"{GQA},seqlen_q=1,batch=1|8,seqlen_kv=4096|8192|16384|65536",)
 SCRIPT = "benchmarks/kernels/invariance.py"
 SAVED = RESULTS / "nvidia-h200-invariance.json.gz"
+BITS = RESULTS / "nvidia-h200-invariance-bits.json.gz"
 GROUPS = {"decode": DECODE, "prefill": PREFILL, "chunked prefill": CHUNKED, "splits": UNSPLIT}
 
 
@@ -413,7 +414,7 @@ def summary(rows: list[Row]) -> Iterator[str]:
 
 
 def texts() -> dict[str, str]:
-    """Returns the table of the saved times, by name."""
+    """Returns the tables of the saved times and comparisons, by name."""
     saved, rows = load(SAVED, Report), []
     for group in GROUPS:
         own = [row.times for row in saved.rows.times if row.group == group]
@@ -432,7 +433,20 @@ def texts() -> dict[str, str]:
         "over one program for a tile, mean",
         "worst",
     )
-    return {"invariance": "\n".join((f"{run_of(saved.source)}:", "", *table(heads, rows)))}
+    return {
+        "invariance": "\n".join((f"{run_of(saved.source)}:", "", *table(heads, rows))),
+        "invariance-bits": "\n".join(_bits(load(BITS, Report))),
+    }
+
+
+def _bits(saved: Saved[Report]) -> Iterator[str]:
+    report = saved.rows
+    numbers = report.problems, report.surroundings, report.rows, len(report.differing)
+    logits = sum(report.transformer.values())
+    yield f"{run_of(saved.source)}:"
+    yield ""
+    heads = "problems", "calls", "rows", "calls with other bits", "logits of a transformer with other bits"
+    yield from table(heads, [tuple(f"{number:,}" for number in (*numbers, logits))])
 
 
 def candidates(problem: Problem, target: Target) -> tuple[tuple[str, Problem, Candidate], ...]:

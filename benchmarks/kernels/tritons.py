@@ -30,6 +30,11 @@ from flashtune.tuner.cli.output import table
 
 SCRIPT = "benchmarks/kernels/tritons.py"
 SAVED = tuple(RESULTS / f"nvidia-h200-triton-{version}.json.gz" for version in ("3.6.0", "3.7.1", "3.9.0"))
+# Runs with one bundle, in pairs of the same GPU and hour.
+BUNDLED = tuple(
+    tuple(RESULTS / f"nvidia-h200-bundle-triton-{version}-{name}.json.gz" for version in ("3.6.0", name))
+    for name in ("3.7.1", "3.9.0")
+)
 COPY = "copy"
 # In the order of preference.
 REFERENCES = (CUDNN, COPY)
@@ -46,10 +51,14 @@ class Comparison(msgspec.Struct, frozen=True):
 
 
 def texts() -> dict[str, str]:
-    """The table of the saved runs, by name."""
+    """The tables of the saved runs, by name."""
     source = sources()[str(SAVED[0].relative_to(ROOT))]
     heading = f"On an {source.gpu} (torch {source.torch}):"
-    return {"tritons": "\n".join((heading, "", *lines_of(SAVED)))}
+    bundled = [[[read_report(content(path), path.name)] for path in pair] for pair in BUNDLED]
+    return {
+        "tritons": "\n".join((heading, "", *lines_of(SAVED))),
+        "tritons-bundle": "\n".join((heading, "", *lines(*bundled))),
+    }
 
 
 def lines_of(paths: Iterable[Path]) -> Iterator[str]:
@@ -59,11 +68,11 @@ def lines_of(paths: Iterable[Path]) -> Iterator[str]:
         run = read_report(content(path), path.name)
         runs.setdefault(triton_of(run), []).append(run)
     first, *others = runs.values()
-    return lines(first, others)
+    return lines(*((first, other) for other in others))
 
 
-def lines(first: Sequence[BenchRun], others: Sequence[Sequence[BenchRun]]) -> Iterator[str]:
-    """The lines of the table: a row for each grid and version. Each version has the same number of runs."""
+def lines(*pairs: Sequence[Sequence[BenchRun]]) -> Iterator[str]:
+    """The lines of the table: a row for each grid and pair. Both sides of a pair have as many runs."""
     rows = [
         (
             row.grid,
@@ -72,14 +81,14 @@ def lines(first: Sequence[BenchRun], others: Sequence[Sequence[BenchRun]]) -> It
             f"{statistics.geometric_mean(row.ratios.values()):.3f}",
             f"{min(row.ratios.values()):.3f} ({min(row.ratios, key=row.ratios.__getitem__)})",
         )
-        for other in others
+        for first, other in pairs
         for row in compare(first, other)
     ]
     heads = (
         "points",
         "Triton",
         "number",
-        f"speed over Triton {triton_of(first[0])}, geometric mean",
+        f"speed over Triton {triton_of(pairs[0][0][0])}, geometric mean",
         "worst",
     )
     yield from table(heads, rows)
