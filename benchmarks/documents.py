@@ -35,6 +35,7 @@ from benchmarks.kernels import (
     drafts,
     fastest,
     fp8_error,
+    gallery,
     invariance,
     limits,
     serving,
@@ -81,6 +82,7 @@ SCRIPTS: dict[str, Callable[[], Mapping[str, str]]] = {
     splits.SCRIPT: splits.texts,
     drafts.SCRIPT: drafts.texts,
     invariance.SCRIPT: invariance.texts,
+    gallery.SCRIPT: gallery.texts,
     regret.SCRIPT: lambda: regret.texts(RESULTS),
     mutants.SCRIPT: lambda: mutants.texts(mutants.pages_runs(())),
 }

@@ -48,6 +48,9 @@ DOCUMENTS_Q = torch.arange(QUERIES, dtype=torch.int32) // 40
 DOCUMENTS_K = torch.arange(KEYS, dtype=torch.int64) // 56
 PREFIXES, VISIBLE = torch.tensor([30, 90]), torch.rand(HEADS, KEYS) < 0.6
 TEMPERATURES, NEAREST = torch.tensor([0.5, 1.0, 2.0, 3.0], dtype=torch.bfloat16), torch.tensor(20)
+STARTS, TILES = torch.tensor([0, 56, 12, 64]), torch.randint(7, (5, 3))
+ROWS_Q, ROWS_K = torch.randn(BATCH, QUERIES, 6), torch.randn(HEADS, KEYS, 6)
+ACTIVATE = torch.nn.functional.gelu
 CASES = {
     "causal": Case(mask=lambda b, h, q, k: q >= k),
     "causal by score": Case(lambda s, b, h, q, k: torch.where(q >= k, s, -float("inf"))),
@@ -68,6 +71,14 @@ CASES = {
         lambda s, b, h, q, k: torch.where(k % 7 != 0, s, float("-inf")), lambda b, h, q, k: q >= k
     ),
     "no score": Case(lambda s, b, h, q, k: SLOPES[h] * 1.0, lambda b, h, q, k: k > 5),
+    "bits": Case(mask=lambda b, h, q, k: ((q ^ k) & 6 == 0) | (((q >> 3) << 2) < (~k & 31) | 3)),
+    "nested": Case(lambda s, b, h, q, k: s + TABLE[h, STARTS[DOCUMENTS_K[k]]] * ROWS_Q[b, q][2]),
+    "rows": Case(lambda s, b, h, q, k: s + (ROWS_Q[b, q] * ROWS_K[h, k]).sum(-1)),
+    "tiles": Case(mask=lambda b, h, q, k: (TILES[q // 32] == (k // 32).unsqueeze(-1)).any(-1)),
+    "waves": Case(
+        lambda s, b, h, q, k: torch.sin(s) + torch.cos(s * b) - torch.tan(s / 9) + torch.sqrt(abs(s) + 1)
+    ),
+    "activation": Case(lambda s, b, h, q, k: torch.log(ACTIVATE(s) + 1)),
     "nothing visible": Case(mask=lambda b, h, q, k: (q < 70) & (k < 100)),
 }
 
@@ -116,6 +127,15 @@ def test_unfused_results_in_float64(name: str) -> None:
 @pytest.mark.parametrize("size", [64, (128, 64), (256, 128)])
 def test_block_sizes(size: Any) -> None:
     check(None, mask_of(CASES["softcap and window"], size), scale=0.3)
+
+
+def test_sequences_that_share_their_keys() -> None:
+    q, k, v = inputs()
+    case = CASES["alibi"]
+    out = flashtune.flex_attention(q, k[:1], v[:1], case.score)
+    shared = (tensor[:1].expand(tensor.shape).double() for tensor in (k, v))
+    exact: Any = flex.flex_attention(q.double(), *shared, case.score)  # type: ignore[call-overload]
+    torch.testing.assert_close(out, exact.float(), atol=1e-5, rtol=1e-4)
 
 
 def test_a_mask_of_flashtune() -> None:
@@ -206,6 +226,12 @@ MISTAKES = (
     ("neighbourhood", "(rest ^ b) < 0", "(rest ^ b) > 0"),
     ("gate", "s *= score_scale", "s *= score_scale * 1.001"),
     ("temperature", "table_0 + scalar", "table_0 + 0 * scalar"),
+    ("bits", " ^ ", " | "),
+    ("bits", "6 & pair", "7 & pair"),
+    ("bits", " >> 3", " >> 2"),
+    ("nested", "place_in(2, size", "place_in(1, size"),
+    ("activation", "tl.erf", "tl.sin"),
+    ("waves", "tl.cos(pair_7", "tl.cos(1.01 * pair_7"),
     ("no score", "+ tl.zeros_like(s)", "+ s"),
 )
 

@@ -114,6 +114,16 @@ SHAPE_OPTIONS = (
         metavar="FILE",
         help="A file with one shape per line, as for --shape or in JSON. # starts a comment. Repeatable.",
     ),
+    click.option(
+        "--score-mod",
+        metavar="MODULE:FUNCTION",
+        help="A score function of flex_attention, which all shapes get. Its module is imported.",
+    ),
+    click.option(
+        "--mask-mod",
+        metavar="MODULE:FUNCTION",
+        help="A mask function of flex_attention, which all shapes get. Its module is imported.",
+    ),
     PHASE_OPTION,
     click.option(
         "--seqlen",
@@ -180,6 +190,8 @@ class _Shapes(NamedTuple):
     models: tuple[str, ...]
     hf_configs: tuple[Path, ...]
     shapes_files: tuple[Path, ...]
+    score_mod: str | None
+    mask_mod: str | None
     sizes: ModelSizes
 
     @classmethod
@@ -226,6 +238,10 @@ def _gather_problems(named: _Shapes) -> tuple[Problem, ...]:
         problems.extend(model_problems(attention, sizes))
     for path in named.shapes_files:
         problems.extend(read_shapes_file(path))
+    if named.score_mod is not None or named.mask_mod is not None:
+        from flashtune.tuner.workloads.functions import with_functions
+
+        problems = list(with_functions(problems, named.score_mod, named.mask_mod))
     return training_passes(problems) if sizes.phase is Phase.TRAINING else tuple(dict.fromkeys(problems))
 
 

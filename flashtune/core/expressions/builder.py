@@ -47,6 +47,9 @@ _OF_INTS: Mapping[Op, Callable[..., int]] = {
     Op.NOT_EQUAL: operator.ne,
     Op.AND: operator.and_,
     Op.OR: operator.or_,
+    Op.XOR: operator.xor,
+    Op.SHIFT_LEFT: operator.lshift,
+    Op.SHIFT_RIGHT: operator.rshift,
     Op.NOT: operator.not_,
     Op.TO_INT: int,
 }
@@ -258,7 +261,7 @@ class Builder:
             result = _OF_INTS[op](*values)
         else:
             return None
-        of_bools = RULES[op].result is Kind.BOOL or op in (Op.AND, Op.OR)
+        of_bools = (RULES[op].result or self.kinds[operands[0]]) is Kind.BOOL
         return self.constant(bool(result)) if of_bools else self.constant(result) if result in INT32 else None
 
     def _simplified(self, op: Op, operands: tuple[int, ...]) -> int | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from flashtune.core.expressions.builder import Builder
 from flashtune.core.expressions.nodes import Functions, Kind, Op
 
@@ -85,6 +87,15 @@ def _factor(builder: Builder, op: Op, place: int, operand: int) -> int:
             return place
         case Op.LOG:
             return make(Op.DIVIDE, one, operand)
+        case Op.SIN:
+            return make(Op.COS, operand)
+        case Op.COS:
+            return make(Op.NEGATE, make(Op.SIN, operand))
+        case Op.SQRT:
+            return make(Op.DIVIDE, builder.constant(0.5), place)
+        case Op.ERF:
+            falling = make(Op.EXP, make(Op.NEGATE, make(Op.MULTIPLY, operand, operand)))
+            return make(Op.MULTIPLY, builder.constant(2 / math.pi**0.5), falling)
         case Op.ABS:
             zero = builder.constant(0.0)
             negative = make(Op.WHERE, make(Op.LESS, operand, zero), builder.constant(-1.0), zero)

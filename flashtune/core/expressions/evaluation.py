@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -16,6 +17,10 @@ _UNARY: Mapping[Op, Callable[[Tensor], Tensor]] = {
     Op.TANH: torch.tanh,
     Op.EXP: torch.exp,
     Op.LOG: torch.log,
+    Op.SIN: torch.sin,
+    Op.COS: torch.cos,
+    Op.SQRT: torch.sqrt,
+    Op.ERF: torch.erf,
     Op.NOT: torch.logical_not,
 }
 _BINARY: Mapping[Op, Callable[[Tensor, Tensor], Tensor]] = {
@@ -31,8 +36,19 @@ _BINARY: Mapping[Op, Callable[[Tensor, Tensor], Tensor]] = {
     Op.LESS_EQUAL: torch.le,
     Op.EQUAL: torch.eq,
     Op.NOT_EQUAL: torch.ne,
-    Op.AND: torch.logical_and,
-    Op.OR: torch.logical_or,
+    Op.AND: torch.bitwise_and,
+    Op.OR: torch.bitwise_or,
+    Op.XOR: torch.bitwise_xor,
+    Op.SHIFT_LEFT: torch.bitwise_left_shift,
+    Op.SHIFT_RIGHT: torch.bitwise_right_shift,
+}
+# Bounds of the derivatives of functions of one operand, from the operand and the result.
+_SLOPES: Mapping[Op, Callable[[Tensor, Tensor], Tensor]] = {
+    Op.TANH: lambda operand, result: 1 - result * result,
+    Op.SIN: lambda operand, result: torch.ones_like(operand),
+    Op.COS: lambda operand, result: torch.ones_like(operand),
+    Op.SQRT: lambda operand, result: 0.5 / result,
+    Op.ERF: lambda operand, result: 2 / math.pi**0.5 * torch.exp(-operand * operand),
 }
 
 
@@ -131,6 +147,8 @@ def _loaded(table: Tensor, indices: list[Tensor]) -> Tensor:
 def _error(node: Node, result: Tensor, operands: list[Tensor], errors: list[Tensor]) -> Tensor:
     """Returns the bound of an operation's error, from those of its operands."""
     size = result.abs()
+    if node.op in _SLOPES:
+        return _carried(_SLOPES[node.op](operands[0], result), errors[0]) + 2 * size + 1
     match node.op:
         case Op.SCORE:
             return size
@@ -141,10 +159,8 @@ def _error(node: Node, result: Tensor, operands: list[Tensor], errors: list[Tens
             return first.abs() * of_other + other.abs() * of_first + size
         case Op.DIVIDE:
             return (errors[0] + size * errors[1]) / operands[1].abs() + 2 * size
-        case Op.TANH:
-            return (1 - result * result) * errors[0] + 2
         case Op.EXP:
-            return size * (errors[0] + operands[0].abs() + 2)
+            return _carried(size, errors[0] + operands[0].abs() + 2)
         case Op.LOG:
             return errors[0] / operands[0].abs() + 2 * size + 1
         case Op.NEGATE | Op.ABS:
@@ -154,3 +170,8 @@ def _error(node: Node, result: Tensor, operands: list[Tensor], errors: list[Tens
         case Op.WHERE:
             return torch.where(operands[0], errors[1], errors[2])
     return torch.zeros_like(size)
+
+
+def _carried(slope: Tensor, error: Tensor) -> Tensor:
+    """Returns an error times a slope. A slope of zero carries no error, also none of infinity."""
+    return torch.where(slope == 0, 0.0, slope * error)

@@ -6,10 +6,11 @@ It decides whether a mask shows all, some or no keys of a block, and bounds the 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from flashtune.core.expressions.nodes import Functions, Kind, Node, Op, float_of
+from flashtune.core.expressions.nodes import INT32, Functions, Kind, Node, Op, float_of
 
 
 class Interval(NamedTuple):
@@ -24,12 +25,21 @@ class Interval(NamedTuple):
         return self.least == self.greatest
 
 
+_OF_BITS: Mapping[Op, Callable[[int, int], int]] = {
+    Op.AND: operator.and_,
+    Op.OR: operator.or_,
+    Op.XOR: operator.xor,
+    Op.SHIFT_LEFT: operator.lshift,
+    Op.SHIFT_RIGHT: operator.rshift,
+}
 UNKNOWN = Interval(-math.inf, math.inf)
 EITHER = Interval(0, 1)
 _INCREASING: Mapping[Op, Callable[[float], float]] = {
     Op.TANH: math.tanh,
     Op.EXP: lambda number: math.inf if number > 709 else math.exp(number),
     Op.LOG: lambda number: -math.inf if number <= 0 else math.log(number),
+    Op.SQRT: lambda number: math.sqrt(max(number, 0)),
+    Op.ERF: math.erf,
     Op.TO_INT: lambda number: number if math.isinf(number) else math.trunc(number),
     Op.TO_FLOAT: lambda number: number,
 }
@@ -97,11 +107,15 @@ def _combined(node: Node, operands: list[Interval]) -> Interval:
             return Interval(-first.greatest, -first.least)
         case Op.NOT:
             return Interval(1 - first.greatest, 1 - first.least)
+        case Op.SIN | Op.COS:
+            return Interval(-1, 1)
         case Op.ABS:
             ends = sorted((abs(first.least), abs(first.greatest)))
             return Interval(0 if first.least <= 0 <= first.greatest else ends[0], ends[1])
         case Op.WHERE:
             return _choice(first, *others)
+    if op in _OF_BITS and (op not in (Op.AND, Op.OR) or not _are_bools(first, others[0])):
+        return _of_bits(op, first, others[0])
     return _of_pair(op, first, others[0])
 
 
@@ -141,6 +155,29 @@ def _of_pair(op: Op, first: Interval, other: Interval) -> Interval:
             equal = _of_pair(Op.EQUAL, first, other)
             return Interval(1 - equal.greatest, 1 - equal.least)
     return UNKNOWN
+
+
+def _are_bools(first: Interval, other: Interval) -> bool:
+    return min(first.least, other.least) >= 0 and max(first.greatest, other.greatest) <= 1
+
+
+def _of_bits(op: Op, first: Interval, other: Interval) -> Interval:
+    """Returns the possible values of an operation of the bits of ints."""
+    if op in (Op.SHIFT_LEFT, Op.SHIFT_RIGHT):
+        if not other.is_single:
+            return UNKNOWN
+        factor = 2**other.least if op is Op.SHIFT_LEFT else 2**-other.least
+        shifted = Interval(_floor(first.least * factor), _floor(first.greatest * factor))
+        return shifted if shifted.least >= INT32[0] and shifted.greatest <= INT32[-1] else UNKNOWN
+    if min(first.least, other.least) < 0 or math.isinf(max(first.greatest, other.greatest)):
+        return UNKNOWN
+    if first.is_single and other.is_single:
+        value = _OF_BITS[op](int(first.least), int(other.least))
+        return Interval(value, value)
+    if op is Op.AND:
+        return Interval(0, min(first.greatest, other.greatest))
+    ones = 2 ** int(max(first.greatest, other.greatest)).bit_length() - 1
+    return Interval(max(first.least, other.least) if op is Op.OR else 0, ones)
 
 
 def _floor(number: float) -> float:

@@ -19,7 +19,7 @@ import msgspec
 
 from flashtune.core.errors import ProblemError
 
-MAX_NODES, MAX_DEPTH = 256, 64
+MAX_NODES, MAX_DEPTH = 512, 64
 # Captured tensors are extra inputs of a call, of which there is a fixed number.
 MAX_TABLES = 6
 MAX_DIMENSIONS = 4
@@ -39,7 +39,8 @@ class Op(enum.StrEnum):
     """An operation of a node.
 
     `int_number` and `float_number` are captured numbers, `load` reads a captured tensor. `divide` is of
-    floats. `floor_divide` and `remainder` are of ints and round to minus infinity, as in Python.
+    floats. `floor_divide` and `remainder` are of ints and round to minus infinity, as in Python. `and` and
+    `or` are of bools, or of the bits of ints as `xor` and shifts are. Shifts are by 0 to 31 bits.
     """
 
     SCORE = "score"
@@ -60,6 +61,10 @@ class Op(enum.StrEnum):
     TANH = "tanh"
     EXP = "exp"
     LOG = "log"
+    SIN = "sin"
+    COS = "cos"
+    SQRT = "sqrt"
+    ERF = "erf"
     NOT = "not"
     ADD = "add"
     SUBTRACT = "subtract"
@@ -75,6 +80,9 @@ class Op(enum.StrEnum):
     NOT_EQUAL = "not_equal"
     AND = "and"
     OR = "or"
+    XOR = "xor"
+    SHIFT_LEFT = "shift_left"
+    SHIFT_RIGHT = "shift_right"
     WHERE = "where"
 
 
@@ -135,15 +143,16 @@ RULES: Mapping[Op, Rule] = {
     Op.TO_FLOAT: Rule((None,), _F, (_B, _I)),
     Op.TO_INT: Rule((None,), _I, (_B, _F)),
     **dict.fromkeys((Op.NEGATE, Op.ABS), Rule((None,), None)),
-    **dict.fromkeys((Op.TANH, Op.EXP, Op.LOG), Rule((_F,), _F)),
+    **dict.fromkeys((Op.TANH, Op.EXP, Op.LOG, Op.SIN, Op.COS, Op.SQRT, Op.ERF), Rule((_F,), _F)),
     Op.NOT: Rule((_B,), _B),
     **dict.fromkeys((Op.ADD, Op.MULTIPLY, Op.MINIMUM, Op.MAXIMUM), _PAIR._replace(commutes=True)),
     Op.SUBTRACT: _PAIR,
     Op.DIVIDE: Rule((_F, _F), _F),
-    **dict.fromkeys((Op.FLOOR_DIVIDE, Op.REMAINDER), Rule((_I, _I), _I)),
+    **dict.fromkeys((Op.FLOOR_DIVIDE, Op.REMAINDER, Op.SHIFT_LEFT, Op.SHIFT_RIGHT), Rule((_I, _I), _I)),
+    Op.XOR: Rule((_I, _I), _I, commutes=True),
     **dict.fromkeys((Op.LESS, Op.LESS_EQUAL), _COMPARISON),
     **dict.fromkeys((Op.EQUAL, Op.NOT_EQUAL), Rule((None, None), _B, _ANY, commutes=True)),
-    **dict.fromkeys((Op.AND, Op.OR), Rule((_B, _B), _B, commutes=True)),
+    **dict.fromkeys((Op.AND, Op.OR), Rule((None, None), None, (_B, _I), commutes=True)),
     Op.WHERE: Rule((_B, None, None), None, _ANY),
 }
 LEAVES = frozenset(op for op, rule in RULES.items() if not rule.operands)

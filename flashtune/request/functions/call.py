@@ -44,6 +44,9 @@ def flex_call(
         raise ProblemError(
             f"query has {q.shape[1]} heads and key {k.shape[1]}: pass enable_gqa=True, or as many heads"
         )
+    if k.shape[0] == v.shape[0] == 1 != q.shape[0]:
+        # All sequences share the keys and values.
+        k, v = (tensor.expand(q.shape[0], -1, -1, -1) for tensor in (k, v))
     mask_mod = mask_function(block_mask) if is_flex_mask(block_mask) else None
     traced = trace(score_mod, mask_mod)
     functions = traced.functions

@@ -91,7 +91,7 @@ def _collect(value: object, found: list[object], visited: set[int], depth: int) 
         found.append((type(value), value))
     elif isinstance(value, Tensor):
         found.append(id(value))
-    elif isinstance(value, _STABLE) or id(value) in visited:
+    elif isinstance(value, _STABLE) or _is_class_method(value) or id(value) in visited:
         return
     elif depth > MAX_NESTED:
         raise _Stateful
@@ -120,11 +120,33 @@ def _collect_parts(value: object, found: list[object], visited: set[int], depth:
         raise _Stateful
 
 
+def _is_class_method(value: object) -> bool:
+    return isinstance(value, types.MethodType) and isinstance(value.__self__, type)
+
+
+def _has_rule(value: type) -> bool:
+    """Returns whether a class is an autograd function with a rule for `vmap`."""
+    base = torch.autograd.Function
+    return issubclass(value, base) and value.vmap is not base.vmap
+
+
+def _batched(function: Any, *arguments: Any) -> Any:
+    """Returns the result of an autograd function's rule for `vmap`, under which torch evaluates functions.
+
+    The forward pass may call operators of other libraries.
+    """
+    return function.vmap(None, (0,) * len(arguments), *arguments)[0]
+
+
 def _replaced(value: Any, replace: Replace, made: dict[int, Any], depth: int) -> Any:
     if is_number(value):
         return replace(value)
     if id(value) in made:
         return made[id(value)]
+    if _is_class_method(value) and value.__name__ == "apply" and _has_rule(value.__self__):
+        return functools.partial(_batched, value.__self__)
+    if isinstance(value, type) and _has_rule(value):
+        return types.SimpleNamespace(apply=functools.partial(_batched, value))
     if depth > MAX_NESTED:
         return value
 

@@ -29,7 +29,8 @@ from flashtune.core.expressions.nodes import (
 )
 from flashtune.core.expressions.text import functions_text
 from flashtune.request.functions.closures import replaced, state
-from flashtune.request.functions.conversion import Constant, Partial, Unsupported, operation, place_of
+from flashtune.request.functions.conversion import operation
+from flashtune.request.functions.operands import Constant, Partial, Unsupported, place_of
 
 Function = Callable[..., Any]
 TABLE_DTYPES = {
@@ -143,7 +144,7 @@ class _Capture:
         """Returns a captured tensor as an operand."""
         for place, known in enumerate(self.tensors):
             if known is tensor:
-                return Partial(place)
+                return Partial(place, tuple(tensor.shape))
         if tensor.dtype not in TABLE_DTYPES:
             raise Unsupported(f"a captured tensor is {tensor.dtype}: convert it to torch.float32 or int32")
         if tensor.dim() > MAX_DIMENSIONS or tensor.numel() > MAX_ELEMENTS:
@@ -153,7 +154,7 @@ class _Capture:
             )
         self.tensors.append(tensor)
         self.builder.tables.append(Table(TABLE_DTYPES[tensor.dtype], tensor.dim()))
-        return Partial(len(self.tensors) - 1)
+        return Partial(len(self.tensors) - 1, tuple(tensor.shape))
 
     def number(self, value: float) -> int:
         """Returns a captured number as an operand."""
@@ -266,9 +267,12 @@ def _run(function: Function, name: str, capture: _Capture, *, symbolic: bool) ->
     tracer = _Tracer(capture)
     ops = (Op.SCORE, *PLACES) if name == "score_mod" else PLACES
     arguments = [tracer.operand(capture.builder.make(op)) for op in ops]
+
+    def number(value: float) -> object:
+        return tracer.operand(capture.number(value)) if symbolic else value
+
     try:
-        if symbolic:
-            function = replaced(function, lambda number: tracer.operand(capture.number(number)))
+        function = replaced(function, number)
         with _Calls(tracer):
             return tracer, function(*arguments)
     except Unsupported as error:
@@ -310,7 +314,12 @@ def _converted(tracer: _Tracer, name: str, result: object, capture: _Capture) ->
 
 def _name(node: fx.Node) -> str:
     """Returns the name of a node's operation."""
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+    target = node.target
+    name = target if isinstance(target, str) else getattr(target, "__name__", str(target))
+    if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        namespace, _, name = getattr(target, "_qualified_op_name", str(target)).partition("::")
+        # Operators of other libraries may have equal names.
+        name = name.partition(".")[0] if namespace == "aten" else f"{namespace}::{name}"
     return (
         name if name.endswith("_") and not name.startswith("_") and name not in _PYTHON else name.strip("_")
     )

@@ -32,6 +32,10 @@ _PATTERNS: Mapping[Op, str] = {
     Op.TANH: "tanh_of({0})",
     Op.EXP: "tl.exp({0})",
     Op.LOG: "tl.log({0})",
+    Op.SIN: "tl.sin({0})",
+    Op.COS: "tl.cos({0})",
+    Op.SQRT: "tl.sqrt({0})",
+    Op.ERF: "tl.erf({0})",
     Op.NOT: "{0} == 0",
     Op.ADD: "{0} + {1}",
     Op.SUBTRACT: "{0} - {1}",
@@ -47,6 +51,9 @@ _PATTERNS: Mapping[Op, str] = {
     Op.NOT_EQUAL: "{0} != {1}",
     Op.AND: "{0} & {1}",
     Op.OR: "{0} | {1}",
+    Op.XOR: "{0} ^ {1}",
+    Op.SHIFT_LEFT: "{0} << {1}",
+    Op.SHIFT_RIGHT: "{0} >> {1}",
     Op.WHERE: "tl.where({0}, {1}, {2})",
 }
 _TYPES = {Kind.BOOL: "tl.int1", Kind.INT: "tl.int32", Kind.FLOAT: "tl.float32"}

@@ -30,6 +30,8 @@ from tests.support.fuzzing import fuzz_count
 PLACES = (Op.BATCH, Op.HEAD, Op.QUERY, Op.KEY)
 
 BINARY = (Op.ADD, Op.SUBTRACT, Op.MULTIPLY, Op.DIVIDE, Op.MINIMUM, Op.MAXIMUM)
+UNARY = (Op.TANH, Op.NEGATE, Op.ABS, Op.SIN, Op.COS, Op.ERF)
+OF_INTS = (Op.FLOOR_DIVIDE, Op.REMAINDER, Op.AND, Op.OR, Op.XOR, Op.SHIFT_LEFT, Op.SHIFT_RIGHT)
 COMPARED = (Op.LESS, Op.LESS_EQUAL, Op.EQUAL, Op.NOT_EQUAL)
 
 
@@ -51,10 +53,13 @@ def random_functions(seed: int, steps: int = 14) -> Functions:
         elif kind == 2:
             made.append(builder.where(builder.to_bool(pick[0]), pick[1], pick[2]))
         elif builder.kinds[pick[0]] is Kind.FLOAT:
-            made.append(builder.make(chance.choice((Op.TANH, Op.NEGATE, Op.ABS)), pick[0]))
+            made.append(builder.make(chance.choice(UNARY), pick[0]))
         elif kinds == {Kind.INT}:
             divisor = builder.make(Op.MAXIMUM, builder.constant(2), pick[1])
-            made.append(builder.make(chance.choice((Op.FLOOR_DIVIDE, Op.REMAINDER)), pick[0], divisor))
+            count = builder.make(Op.MINIMUM, divisor, builder.constant(9))
+            op = chance.choice(OF_INTS)
+            is_shift = op in (Op.SHIFT_LEFT, Op.SHIFT_RIGHT)
+            made.append(builder.make(op, pick[0], count if is_shift else divisor))
     floats = [place for place in made if builder.kinds[place] is Kind.FLOAT]
     score = builder.make(Op.ADD, floats[-1], made[0])
     masks = [place for place in made if builder.kinds[place] is Kind.BOOL and not builder.uses_score(place)]
@@ -91,11 +96,13 @@ def test_random_functions(seed: int) -> None:
             slope = slope.double().expand_as(exact)
             # At poles, the order of operations decides between NaN and infinity.
             regular = exact.isfinite() & slope.isfinite()
-            torch.testing.assert_close(slope[regular], exact[regular])
+            # The factor of the derivative of erf is a float32.
+            torch.testing.assert_close(slope[regular], exact[regular], atol=1e-6, rtol=1e-6)
         narrow = evaluate(functions, own._replace(score=own.score.float()), functions.score)
         errors = error_terms(functions, own)
         off = (narrow - changed.detach()).abs() / 2.0**-24
-        assert (off <= 2 * errors + 1e-6).logical_or(~off.isfinite()).all()
+        # Infinite terms have no bounds.
+        assert (off <= 2 * errors + 1e-6).logical_or(~off.isfinite() | errors.isnan()).all()
     places = {op: Interval(1, 5) for op in PLACES}
     bounds = intervals(functions, places, [4], [1.5])
     batch, head, query, key = (torch.arange(1, 6).view(-1, *[1] * axis) for axis in range(4))

@@ -15,6 +15,7 @@ import flashtune
 from flashtune.core.errors import ProblemError
 from flashtune.core.expressions.nodes import MAX_TABLES, Functions
 from flashtune.request.functions.block_lists import block_lists, classified_lists
+from flashtune.request.functions.operands import MAX_ROW
 from flashtune.request.functions.tracing import trace
 
 Function = Callable[..., Any]
@@ -56,6 +57,11 @@ EQUAL: dict[str, tuple[Function, Function]] = {
     "constant": (
         lambda b, h, q, k: torch.ones_like(q, dtype=torch.bool) & (q >= k),
         lambda b, h, q, k: q >= k,
+    ),
+    "zeros of a shape": (lambda b, h, q, k: q >= k + q.new_zeros(q.shape), lambda b, h, q, k: q >= k),
+    "devices": (
+        lambda b, h, q, k: (q >= k).to(q.device) & (k > 3).to("cpu"),
+        lambda b, h, q, k: (q >= k) & (k > 3),
     ),
     "module": (lambda b, h, q, k: TABLE[h] > 0.5, lambda b, h, q, k: TABLE[h] > 0.5),
 }
@@ -133,21 +139,27 @@ def test_parameters_of_modules_are_captured() -> None:
         flashtune.flex_attention(q, q, q, module)
 
 
+ROWS, SHORT, LONG = torch.rand(2, 5), torch.rand(2, 3), torch.rand(2, MAX_ROW + 1)
 REFUSED: dict[str, tuple[Function, str]] = {
-    "erf": (lambda s, b, h, q, k: torch.erf(s), r"score_mod .* erf at test_functions.py:\d+: "),
+    "lgamma": (lambda s, b, h, q, k: torch.lgamma(s), r"score_mod .* lgamma at test_functions.py:\d+: "),
     "branch": (lambda s, b, h, q, k: s if q >= k else -s, r"as a Python bool .* at test_functions.py:\d+: "),
     "in place": (lambda s, b, h, q, k: s.add_(1), r"add_ at test_functions"),
     "float64": (lambda s, b, h, q, k: s.to(torch.float64), r"to at .* types are"),
     "remainder": (lambda s, b, h, q, k: s % 2, "of integers alone"),
-    "power": (lambda s, b, h, q, k: s**0.5, "exponents"),
+    "power": (lambda s, b, h, q, k: s**1.5, "exponents"),
     "square root": (lambda s, b, h, q, k: s + math.sqrt(q), "cannot be traced at test_functions"),
     "index": (lambda s, b, h, q, k: s + TABLE[s], "indices are integers"),
     "slice": (lambda s, b, h, q, k: s + TABLE[h:], "slice indices"),
     "too many indices": (lambda s, b, h, q, k: s + TABLE[h, q], "1 dimensions has 2 indices"),
-    "missing index": (lambda s, b, h, q, k: s + TABLE, "lacks 1 of its indices"),
-    "shape": (lambda s, b, h, q, k: s.shape[0], "the property shape"),
+    "missing index": (lambda s, b, h, q, k: s + TABLE, "a row of 4 elements"),
+    "shape": (lambda s, b, h, q, k: s.shape[0], "only captured tensors have indices"),
     "complex": (lambda s, b, h, q, k: s + TABLE.to(torch.complex64)[h], "captured tensor is torch.complex64"),
-    "bitwise": (lambda s, b, h, q, k: s + (q & 3), "of bools alone"),
+    "bitwise": (lambda s, b, h, q, k: s + ((q * 0.5) & 3), "of integers alone"),
+    "row": (lambda s, b, h, q, k: s + ROWS[h], "a row of 5 elements"),
+    "long row": (lambda s, b, h, q, k: s + LONG[h].sum(), "lacks 1 of its indices"),
+    "rows": (lambda s, b, h, q, k: s + (ROWS[h] * SHORT[h]).sum(), "rows of 3 and 5 elements"),
+    "index of a row": (lambda s, b, h, q, k: (2 * ROWS[h])[q], "literal integers"),
+    "other operators": (lambda s, b, h, q, k: torch.ops.prims.tanh(s), "prims::tanh at"),
     "depth": (lambda s, b, h, q, k: functools.reduce(lambda x, _: s + x * s, range(99), s), "in a chain"),
     "tables": (
         lambda s, b, h, q, k: sum((torch.rand(9)[h] for _ in range(MAX_TABLES + 1)), s),
@@ -163,6 +175,12 @@ def test_other_operations_are_refused_in_a_sentence(name: str) -> None:
         trace(function, None)
     assert "\n" not in str(caught.value)
     assert not re.search(r"Traceback|<.* object at", str(caught.value))
+
+
+def test_elements_of_tables_are_indices_and_literals_are_too() -> None:
+    table, order = torch.rand(4, 2), torch.arange(4)
+    traced = trace(lambda s, b, h, q, k: s + table[order[h]][1], None)
+    assert traced.text == "score.head.load/1.int@1.load@1/2/3.add/0/4:5:-1:int64x1.fp32x2"
 
 
 def test_masks_are_bools() -> None:

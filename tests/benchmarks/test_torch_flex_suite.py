@@ -1,0 +1,59 @@
+"""Tests of the run of PyTorch's own tests of `flex_attention`, in the interpreter of another process."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from benchmarks.integrations import torch_flex_suite as suite
+from benchmarks.saved import ROOT, load
+
+FILE = """
+import unittest
+
+import torch
+from torch.nn.attention.flex_attention import flex_attention
+
+
+class TestThings(unittest.TestCase):
+    def results(self, score_mod):
+        q, k, v = (torch.randn(1, 2, 40, 16) for _ in range(3))
+        compiled = torch.compile(flex_attention, backend="eager")
+        return compiled(q, k, v, score_mod), flex_attention(q, k, v, score_mod)
+
+    def test_served(self):
+        torch.testing.assert_close(*self.results(lambda s, b, h, q, k: s * 2))
+
+    def test_refused(self):
+        torch.testing.assert_close(*self.results(lambda s, b, h, q, k: torch.lgamma(s.abs() + 1)))
+
+    def test_eager(self):
+        q = torch.randn(1, 2, 40, 16)
+        flex_attention(q, q, q)
+
+    def test_fails_with_flashtune(self):
+        name = flex_attention.__module__
+        self.results(lambda s, b, h, q, k: s * 2)
+        self.assertTrue(name.startswith("torch"), "as expected")
+
+    def test_fails(self):
+        self.fail()
+
+    def test_skipped(self):
+        self.skipTest("not here")
+"""
+
+
+def test_outcomes_are_counted(tmp_path: Path) -> None:
+    file, out = tmp_path / "test_flex.py", tmp_path / "out.json"
+    file.write_text(FILE)
+    command = [sys.executable, "-m", "benchmarks.integrations.torch_flex_suite", str(file)]
+    command += ["--on-cpu", "--save", str(out)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1"}
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True)
+    report = load(out, suite.Report).rows
+    names = ("passed", "refused", "failed", "not reached", "failed by torch", "skipped")
+    assert report.outcomes == dict.fromkeys(names, 1)
+    assert ["lgamma" in sentence for sentence in report.refusals] == [True]
+    assert "as expected" in report.failures["TestThings.test_fails_with_flashtune"]
+    assert report.served == 2
