@@ -14,6 +14,7 @@ from flashtune.core.errors import KernelError
 from flashtune.core.kernel import Kernel, Specialization
 from flashtune.core.problem import Problem
 from flashtune.templates.common.args.function_lines import function_lines
+from flashtune.templates.common.args.gluon_functions import gluon_function_lines
 from flashtune.templates.common.args.side import side_names
 from flashtune.templates.common.checks import check_context
 from flashtune.templates.dead_branches import remove_dead_branches
@@ -80,6 +81,7 @@ def _environment() -> jinja2.Environment:
         keep_trailing_newline=True,
     )
     environment.globals["function_lines"] = function_lines
+    environment.globals["gluon_function_lines"] = gluon_function_lines
     return environment
 
 

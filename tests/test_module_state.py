@@ -27,7 +27,8 @@ STATE = {
     "launch/tma_descriptors.py _thread": "descriptors of one thread's launches",
     "core/decoders.py _building": "guards the types of msgspec, which all sessions share",
     "request/functions/block_lists.py _known": "weak: lists live as long as the program's masks",
-    "request/functions/tracing.py _known": "weak: expressions live as long as the program's functions",
+    "request/functions/tracing.py _expressions": "by captured values, up to MAX_KNOWN; tensors are weak",
+    "request/functions/warm_calls.py _warm": "weak: records live as long as the program's functions",
     "core/files.py _lock_files": "a forked child closes them",
     "core/notices.py _seen_messages": "warnings of modules below all sessions",
 }

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from flashtune.api.explain import Explanation, explain_call
 from flashtune.request.functions.call import ScoreMod, flex_call
+from flashtune.request.functions.warm_calls import warm_flex_call
 from flashtune.request.request import Result
 from flashtune.runtime.torch_modes import is_compiling
 from flashtune.runtime.torch_ops import attend
@@ -101,4 +102,4 @@ def explain_flex(
 
 
 def _attend(*arguments: Any) -> Result:
-    return attend(flex_call(*arguments))
+    return attend(warm_flex_call(*arguments))

@@ -44,8 +44,8 @@ LISTED_COUNTS = ("mask_heads", "seqlen_q", "seqlen_kv")
 # The most blocks of a list by a block mask.
 LIST_WIDTH = "list_width"
 # The inputs that a prologue reads, and the kernel does not.
-LISTED_INPUTS = ("bias", "block_counts", "block_indices")
-LISTED_STRIDES = ("stride_bias", "stride_counts", "stride_indices")
+LISTED_INPUTS = ("bias", "block_counts", "block_indices", "full_counts")
+LISTED_STRIDES = ("stride_bias", "stride_counts", "stride_indices", "stride_full")
 PACKED_COUNTS = ("heads", "group_size", "tokens", "heads_per_swizzle", "sequences", "steps")
 
 

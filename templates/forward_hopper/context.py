@@ -1,7 +1,9 @@
 """Values for the template, in addition to the config."""
 
+from flashtune.core.expressions.nodes import Op
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Bias, Causal, KvDtype, KvScale, Problem
+from flashtune.templates.common.args.gluon_functions import gluon_function_lines
 from flashtune.templates.common.args.problem_context import UNBOUNDED, bound, problem_values
 from flashtune.templates.common.model.splits import split_values
 from flashtune.templates.common.model.sram import chunks_of, columns, power_of_two
@@ -152,8 +154,17 @@ def _mask_values(problem: Problem, config: HopperConfig) -> dict[str, object]:
         # A sequence has fewer keys than its tensor. Two more dimensions of a tile of keys mark where it ends.
         "ends_early": ends_early,
         "keys_rank": 5 if ends_early else 4,
+        # Scores with a bias, and those of some functions, are in natural units.
+        "is_natural": values["has_bias"] or gluon_function_lines(problem.functions, "natural") != "",
+        # A score function has a hyperbolic tangent of pairs.
+        "has_tanh": any(node.op is Op.TANH for node in problem.functions.nodes),
         # A block may hold no key that a row sees.
-        "is_masked": has_border or ends_early or has_lists(problem) or problem.tree or is_split,
+        "is_masked": has_border
+        or ends_early
+        or has_lists(problem)
+        or problem.tree
+        or is_split
+        or bool(problem.functions),
         # ALiBi depends on the distance of keys on both sides, instead of on their position.
         "measures_distance": measures_distance,
         # Scores of a row lack a term that is equal for all its keys.
@@ -165,7 +176,8 @@ def _mask_values(problem: Problem, config: HopperConfig) -> dict[str, object]:
         # A mask with the same row for all queries has the same lists for all tiles.
         "shares_rows": shares_rows(problem),
         # A group needs the numbers of the blocks of its list.
-        "reads_entries": has_group_lists or (one_list and (has_border or problem.dropout or problem.alibi)),
+        "reads_entries": has_group_lists
+        or (one_list and bool(has_border or problem.dropout or problem.alibi or problem.functions)),
         "classified": CLASSIFIED if problem.bias is Bias.ADDITIVE else 1,
         "classifying_warps": CLASSIFYING_WARPS.get(problem.bias, 0),
         # The masks by position of these lists.

@@ -74,6 +74,7 @@ class ForwardHopper(HopperModel, FamilyOf[HopperConfig]):
             *(Feature.WINDOW, Feature.PACKED, Feature.PAGES, Feature.DROPOUT, Feature.SOFTCAP, Feature.ALIBI),
             *(Feature.SINKS, Feature.SINK_TOKENS, Feature.CHUNK, Feature.PREFIX, Feature.KV_LENGTHS),
             *(Feature.BIAS, Feature.QUANTIZED_KV, Feature.BLOCK_MASK, Feature.TREE, Feature.BATCH_INVARIANT),
+            Feature.FUNCTIONS,
         }
     )
     direction = Direction.FORWARD
@@ -84,6 +85,12 @@ class ForwardHopper(HopperModel, FamilyOf[HopperConfig]):
             return f"forward_hopper runs on sm_90 alone, and {target.name} is {target.arch}"
         if problem.dtype not in DTYPES:
             return f"forward_hopper takes bf16, fp16 and e4m3, not {problem.dtype.value}"
+        if problem.functions and (
+            problem.features - {Feature.BLOCK_MASK, Feature.FUNCTIONS}
+            or problem.is_causal
+            or problem.dtype.is_quantized
+        ):
+            return "forward_hopper takes score and mask functions in bf16 and fp16 with block masks alone"
         if problem.batch_invariant and (problem.dtype.is_quantized or problem.features & UNORDERED):
             return (
                 "forward_hopper is batch-invariant in bf16 and fp16 without dropout, a bias, a mask, a tree "

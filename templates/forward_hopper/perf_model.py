@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import msgspec
 
+from flashtune.core.expressions.nodes import Op
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Bias, KvScale, Problem
 from flashtune.core.target import Target
@@ -65,6 +66,9 @@ SINGLE_Q_STAGE_US = 0.43
 SOFTCAP_EXPONENTIALS = 1.25
 ALIBI_EXPONENTIALS = 0.2
 BIAS_EXPONENTIALS = 0.6
+# Those of operations on scores, and of all others. They are not fitted to measurements.
+FUNCTION_EXPONENTIALS = {Op.SCORE: 0.1, Op.TANH: 1.25, Op.EXP: 1.0, Op.LOG: 2.0, Op.DIVIDE: 0.5}
+OPERATION_EXPONENTIALS = 0.1
 MASK_EXPONENTIALS = 0.2
 # Time of the prologues that classify and list blocks, in µs: their launches, and that of 2^20 pairs of a
 # mask, or of a bias of one head. By a block mask, all of it.
@@ -256,7 +260,27 @@ def running_programs(problem: Problem, config: HopperConfig, target: Target | No
 def _exponentials(problem: Problem) -> float:
     """Returns the exponentials of a score, or as much time of the FMA units."""
     bias = {Bias.NONE: 0.0, Bias.ADDITIVE: BIAS_EXPONENTIALS, Bias.BOOLEAN: MASK_EXPONENTIALS}[problem.bias]
-    return 1.0 + SOFTCAP_EXPONENTIALS * problem.softcap + ALIBI_EXPONENTIALS * problem.alibi + bias
+    return (
+        1.0
+        + SOFTCAP_EXPONENTIALS * problem.softcap
+        + ALIBI_EXPONENTIALS * problem.alibi
+        + bias
+        + _function_exponentials(problem)
+    )
+
+
+def _function_exponentials(problem: Problem) -> float:
+    """Returns those of a score function. The mask function is evaluated in few blocks."""
+    functions = problem.functions
+    needed = functions.needed(functions.score)
+    of_score = {place for place in needed if functions.nodes[place].op is Op.SCORE}
+    # Other operations do not depend on the score, and often not on keys.
+    for place in needed:
+        if of_score & set(functions.nodes[place].operands):
+            of_score.add(place)
+    return sum(
+        FUNCTION_EXPONENTIALS.get(functions.nodes[place].op, OPERATION_EXPONENTIALS) for place in of_score
+    )
 
 
 def _copied_blocks(problem: Problem, config: HopperConfig) -> float:

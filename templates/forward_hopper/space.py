@@ -6,6 +6,7 @@ from typing import Annotated
 import msgspec
 
 from flashtune.core.config import Axis, BlockSize, Config, Space
+from flashtune.core.features.functions import has_full_lists
 from flashtune.core.problem import Bias, BlockLists, Dtype, KvDtype, Problem
 from flashtune.core.target import Target
 from flashtune.templates.common.model.splits import Splits, count_tiles
@@ -215,6 +216,8 @@ def _packs(problem: Problem) -> tuple[int, ...]:
 
     Quantised heads have their own scales, and descriptors of varlen batches have no dimension left.
     """
+    if problem.functions:
+        return (1,)
     if problem.block_mask:
         # Heads with the same lists share tiles, which then have queries of one block of the mask.
         shared = problem.block_lists is BlockLists.GROUP
@@ -251,7 +254,11 @@ def _blocks_divide(problem: Problem, config: HopperConfig) -> bool:
     Groups with lists of their own finish a tile at different times, and would wait for the next tile's index.
     """
     size, rows = problem.block_mask, config.rows_per_group // config.pack_gqa
-    can_be_dynamic = has_one_list(problem, config) and config.order is not Order.SERPENTINE
+    has_one = has_one_list(problem, config)
+    can_be_dynamic = has_one and config.order is not Order.SERPENTINE
+    if has_full_lists(problem) and not has_one:
+        # Lists that do not ascend cannot be merged.
+        return False
     return size % config.block_n == 0 and size % rows == 0 and (can_be_dynamic or not config.dynamic_schedule)
 
 
@@ -395,7 +402,8 @@ def _kind(problem: Problem) -> str:
         return "capped"
     if problem.bias is Bias.ADDITIVE:
         return "biased"
-    return "crowded" if problem.dropout or problem.softcap or problem.kv_dtype else "plain"
+    is_crowded = problem.dropout or problem.softcap or problem.kv_dtype or problem.functions
+    return "crowded" if is_crowded else "plain"
 
 
 def _default_tiles_of_blocks(problem: Problem) -> HopperConfig:

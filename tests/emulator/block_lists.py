@@ -93,6 +93,19 @@ def lists_of_blocks(problem: Problem, config: HopperConfig, side: ExtraInputs) -
         if has_shared_list:
             listed = [block for block in reversed(range(blocks)) if kinds[0, block]]
             entries = [block * 16 for block in listed] or [1]
+            if side.full_counts is not None:
+                # The first blocks of the mask's list, without effect of its function, are the last ones here.
+                query_block = tile * groups * rows // size
+                of_mask = indices[batch, head, query_block].tolist()
+                full = set(of_mask[: side.full_counts[batch, head, query_block]])
+                in_order = [
+                    part
+                    for block in of_mask
+                    for part in range(block * size // width, (block + 1) * size // width)
+                    if kinds[0, part : part + 1].any()
+                ]
+                entries = [part * 16 + 2 * (part * width // size not in full) for part in reversed(in_order)]
+                entries = entries or [1]
             lists[batch, head, tile, 0, [0, *range(3, 3 + len(entries))]] = [len(entries), *entries]
         else:
             _write(lists[batch, head, tile], kinds, config.num_stages - 1)

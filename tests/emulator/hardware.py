@@ -81,6 +81,9 @@ class Tensor:
     def __getitem__(self, key: Any) -> Tensor:
         return Tensor(self.values[key])
 
+    def __neg__(self) -> Tensor:
+        return Tensor(-self.values)
+
     def to(self, dtype: object, bitcast: bool = False) -> Tensor:
         return self
 
@@ -103,14 +106,45 @@ def _operator(name: str) -> Callable[..., Tensor]:
 
 
 COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne", "and", "or", "xor", "rshift")
-ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "radd", "rsub", "rmul", "rtruediv")
+ARITHMETIC = (
+    "add",
+    "sub",
+    "mul",
+    "truediv",
+    "floordiv",
+    "mod",
+    "radd",
+    "rsub",
+    "rmul",
+    "rtruediv",
+    "rfloordiv",
+)
 for _name in (*COMPARISONS, *ARITHMETIC):
     setattr(Tensor, f"__{_name}__", _operator(f"__{_name}__"))
+
+
+def _quotient(one: Any, other: Any) -> Tensor:
+    """The quotient of integers without the digits after its point, as in Triton."""
+    floor, rest = np.divmod(plain(one), plain(other))
+    return Tensor(floor + ((rest != 0) & (floor < 0)))
+
+
+Tensor.__floordiv__ = _quotient  # type: ignore[attr-defined]
+Tensor.__rfloordiv__ = lambda own, other: _quotient(other, own)  # type: ignore[attr-defined]
 
 
 def as_word(value: Any) -> Tensor:
     """The lowest 32 bits of a number or of each element of a tensor, unsigned."""
     return Tensor((np.asarray(plain(value)).astype(np.int64) & 0xFFFFFFFF).astype(np.uint32))
+
+
+def converted(value: Any, dtype: str) -> Any:
+    """The value as a float, or without the digits after its point as an int."""
+    if not isinstance(value, Tensor):
+        # Numpy's numbers can be divided by zero.
+        return int(value) if dtype == "i32" else np.float64(value)
+    is_integer = value.values.dtype.kind in "iu"
+    return value if is_integer else Tensor(value.values.astype(np.int64 if dtype == "i32" else np.float64))
 
 
 def plain(value: Any) -> Any:
@@ -221,7 +255,9 @@ class Pointer:
     def read(self) -> Any:
         """A number, or a tensor of the numbers at several addresses."""
         values = self.memory[self.offset]
-        return Tensor(values) if np.ndim(self.offset) else values.item()
+        if np.ndim(self.offset):
+            return Tensor(values)
+        return np.float64(values) if values.dtype.kind == "f" else values.item()
 
     def write(self, value: Tensor, mask: Tensor) -> None:
         written, offset = np.broadcast_arrays(mask.values, self.offset)

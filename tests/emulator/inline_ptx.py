@@ -59,6 +59,7 @@ OPERATIONS: dict[str, Callable[..., Array]] = {
     "setp.ne.s32": np.not_equal,
     "selp.f32": lambda a, b, chosen: np.where(chosen, a, b),
     "neg.f32": np.negative,
+    "rcp.approx.ftz.f32": lambda a: 1.0 / a,
     "mov.b32": lambda a: a,
     "prmt.b32": _permuted,
     "sub.rn.f16x2": lambda a, b: _joined((_fp16(a) - _fp16(b)).view(np.uint16)),

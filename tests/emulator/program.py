@@ -30,6 +30,7 @@ from tests.emulator.hardware import (
     Tensor,
     Turn,
     as_word,
+    converted,
     plain,
 )
 from tests.emulator.inline_ptx import emulate_fours, emulate_ptx, emulate_rows
@@ -112,6 +113,7 @@ class Program:
             "declare_growth": lambda _: None,
             "note_growth": lambda grows, group: self.grown.update({group: bool(grows.values.any())}),
             "as_word": as_word,
+            "converted": converted,
             "take_ticket": self.take_ticket,
             "read_ticket": self.read_ticket,
             "has_grown": lambda group: self.grown[group],
@@ -132,9 +134,12 @@ class Program:
 
     def language(self) -> SimpleNamespace:
         def where(test: Any, yes: Any, no: Any) -> Any:
-            if isinstance(test, Tensor):
+            if any(isinstance(value, Tensor) for value in (test, yes, no)):
+                test = Tensor(plain(test))
                 return Tensor(np.where(test.values, plain(yes), plain(no)))
-            return yes if test else no
+            chosen = yes if test else no
+            # Numpy's numbers can be divided by zero.
+            return np.float64(chosen) if isinstance(chosen, float) else chosen
 
         def of_two(function: Any) -> Callable[[Any, Any], Any]:
             return lambda left, right: (
@@ -143,10 +148,11 @@ class Program:
                 else function(left, right).item()
             )
 
-        def of_one(function: Any) -> Callable[..., Tensor]:
-            def apply(value: Tensor, *axis: int) -> Tensor:
+        def of_one(function: Any) -> Callable[..., Any]:
+            def apply(value: Any, *axis: int) -> Any:
                 with np.errstate(all="ignore"):
-                    return Tensor(function(value.values, *axis))
+                    result = function(plain(value), *axis)
+                return Tensor(result) if isinstance(value, Tensor) else result
 
             return apply
 
@@ -179,6 +185,9 @@ class Program:
             max=lambda value, axis: scalar(of_one(np.max)(value, axis)),
             sum=of_one(np.sum),
             exp2=of_one(np.exp2),
+            exp=of_one(np.exp),
+            log=of_one(np.log),
+            zeros_like=of_one(np.zeros_like),
             abs=of_one(np.abs),
             log2=of_one(np.log2),
             fma=lambda left, right, added: left * right + added,
@@ -360,6 +369,8 @@ def _functions(source: str, entry: str, emulated: Collection[str]) -> CodeType:
             # Values that are loaded from a workspace are words already.
             if ast.unparse(node).endswith((".to(gl.uint32)", ".to(gl.uint32, bitcast=True)")):
                 return ast.Call(ast.Name("as_word", ast.Load()), [node.func.value], [])
+            if ast.unparse(node).endswith((".to(gl.float32)", ".to(gl.int32)")):
+                return ast.Call(ast.Name("converted", ast.Load()), [node.func.value, *node.args], [])
             return node.func.value if ast.unparse(node).endswith(".to(gl.int64)") else node
 
     roles: list[ast.stmt] = [node for node in parsed(source).body if _is_run(node, emulated)]

@@ -205,7 +205,7 @@ def test_functions_have_no_splits_trees_or_batch_invariance(monkeypatch: pytest.
     for feature in ("tree", "batch_invariant"):
         assert MASKED.supports(msgspec.structs.replace(problem, **{feature: True}), target)
     q, k, v = inputs()
-    monkeypatch.setattr("flashtune.request.call.is_batch_invariant", lambda: True)
+    monkeypatch.setattr("flashtune.request.invariance._is_default", True)
     with pytest.raises(ProblemError, match=r"\(batch_invariant, functions\).*leave out batch_invariant"):
         flashtune.flex_attention(q, k, v, CASES["alibi"].score)
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from flashtune import testing
+from flashtune.core.expressions.text import parse_functions
 from flashtune.core.kernel import Alignment, Kernel, Specialization
 from flashtune.core.problem import Bias, BlockLists, Causal, Dtype, KvDtype, KvScale, Problem
 from flashtune.templates.registry import find_family
@@ -43,6 +44,18 @@ SHARED = {"block_m": 64, "block_n": 128, "num_warps": 8, "num_stages": 2, "reduc
 GROUPS = {"num_consumer_groups": 2, "rows_per_group": 64, "block_n": 128, "num_warps": 4, "num_stages": 2}
 ONE_QUERY = {"queries": 1, "num_warps": 4, "num_stages": 2, "num_splits": 1, "overlap_pv": True}
 FOUR_QUERIES = {"queries": 4, "num_warps": 4, "num_stages": 2, "num_splits": 6, "overlap_pv": False}
+# ALiBi with a softcap, and causal documents; a bias by distance; every fourth key of a window.
+CAPPED_DOCUMENTS = parse_functions(
+    "score.float_number.divide/0/1.tanh/2.multiply/3/1.key.query.subtract/5/6.to_float/7.float_nu"
+    "mber@1.multiply/8/9.add/4/10.less_equal/5/6.load/5.load/6.equal/13/14.and/12/15:11:16:int64x1"
+)
+RELATIVE_BIAS = parse_functions(
+    "score.head.int@32.int@-32.query.key.subtract/4/5.maximum/3/6.minimum/2/7.add/2/8.load/1/9.add/0/10:"
+    "11:-1:fp32x2"
+)
+DILATED = parse_functions(
+    "query.key.subtract/0/1.abs/2.int@512.less_equal/3/4.int@4.remainder/2/6.int.equal/7/8.and/5/9:-1:10:"
+)
 PLAIN = Specialization()
 ROW_SUMS = Specialization(lse=True)
 CONSTANT_BIAS = Specialization(constant_bias=True)
@@ -205,6 +218,14 @@ COMBINATIONS = {
         block_mask=128, block_lists=BlockLists.GROUP
     ),
     "hopper_bf16_d128_full_blocks": row(HOPPER, "bf16", (128, 128), "none", GROUPS, block_mask=128),
+    "hopper_bf16_d128_blocks_functions": row(
+        HOPPER, "bf16", (128, 128), "none", {**GROUPS, "ping_pong": True, "dynamic_schedule": True}, ROW_SUMS,
+        functions=CAPPED_DOCUMENTS, block_mask=128
+    ),
+    "hopper_bf16_d64_score_function": row(
+        HOPPER, "bf16", (64, 64), "none", GROUPS, functions=RELATIVE_BIAS
+    ),
+    "hopper_bf16_d64_mask_function": row(HOPPER, "bf16", (64, 64), "none", GROUPS, functions=DILATED),
     "hopper_bf16_d64_small_blocks": row(
         HOPPER, "bf16", (64, 64), "none", {**GROUPS, "block_n": 64}, block_mask=64
     ),

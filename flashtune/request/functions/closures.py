@@ -7,8 +7,9 @@ of functions that these functions capture. Literals are no captured numbers.
 import functools
 import math
 import types
-from collections.abc import Callable
-from typing import Any
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ _STABLE = (
 MAX_NESTED = 8
 # Code objects of which names are kept.
 MAX_CODES = 1024
+
+_MISSING = object()
 
 Replace = Callable[[float], object]
 
@@ -42,18 +45,89 @@ def replaced(function: Any, replace: Replace) -> Any:
     return _replaced(function, replace, {}, 0)
 
 
-def state(function: Any) -> tuple[object, ...] | None:
-    """Returns the captured values: functions with equal states compute the same from the same tensors.
+class State(NamedTuple):
+    """Captured values: functions with equal values compute the same from the same tensors."""
 
-    Tensors are identities, and the caller keeps them alive. Returns None if the function captures an object
-    with state that may change unseen.
-    """
+    values: tuple[object, ...]  # Tensors are identities, which are unique while all of them live.
+    tensors: tuple[Tensor, ...]
+
+
+def state(function: Any) -> State | None:
+    """Returns the captured values, or None if the function captures an object that may change unseen."""
     found: list[object] = []
+    tensors: list[Tensor] = []
     try:
-        _collect(function, found, set(), 0)
+        _collect(function, found, tensors, set(), 0)
     except _Stateful:
         return None
-    return tuple(found)
+    return State(tuple(found), tuple(tensors))
+
+
+class Places(NamedTuple):
+    """Where functions capture values, and the objects there."""
+
+    cells: list[tuple[types.CellType, object]]
+    # Names of globals, with `_MISSING` where there is none.
+    names: list[tuple[dict[str, Any], str, object]]
+    # Their code and defaults.
+    functions: "list[tuple[weakref.ref[Any], types.CodeType, object, object]]"
+
+    def are_same(self) -> bool:
+        """Returns whether the same objects are there."""
+        for cell, value in self.cells:
+            # An empty cell has no contents.
+            if _is_empty(cell) or cell.cell_contents is not value:
+                return False
+        for names, name, value in self.names:
+            if names.get(name, _MISSING) is not value:
+                return False
+        for reference, code, defaults, keywords in self.functions:
+            own = reference()
+            if own is None or own.__code__ is not code or own.__defaults__ is not defaults:
+                return False
+            if own.__kwdefaults__ is not keywords:
+                return False
+        return True
+
+
+def captured_places(functions: Sequence[types.FunctionType]) -> Places | None:
+    """Returns where functions capture values, or None if a captured object may change unseen."""
+    places = Places([], [], [])
+    visited: set[int] = set()
+    try:
+        for function in functions:
+            _find_places(function, places, visited)
+    except _Stateful:
+        return None
+    return places
+
+
+def _find_places(value: Any, places: Places, visited: set[int]) -> None:
+    if isinstance(value, (int, float, Tensor, *_STABLE)) or id(value) in visited:
+        return
+    visited.add(id(value))
+    if isinstance(value, types.FunctionType) and not value.__kwdefaults__:
+        own = weakref.ref(value), value.__code__, value.__defaults__, value.__kwdefaults__
+        places.functions.append(own)
+        for cell in value.__closure__ or ():
+            if _is_empty(cell):
+                raise _Stateful
+            places.cells.append((cell, cell.cell_contents))
+        contents: list[object] = [cell.cell_contents for cell in value.__closure__ or ()]
+        contents += value.__defaults__ or ()
+        if _is_own(value):
+            names = value.__globals__
+            read = [(names, name, names.get(name, _MISSING)) for name in _names_of(value.__code__)]
+            places.names.extend(read)
+            contents += (part for _, _, part in read if part is not _MISSING)
+    elif isinstance(value, functools.partial) and not value.keywords:
+        contents = [value.func, *value.args]
+    elif type(value) is tuple:
+        contents = [*value]
+    else:
+        raise _Stateful
+    for part in contents:
+        _find_places(part, places, visited)
 
 
 def _globals_of(function: types.FunctionType) -> list[str]:
@@ -86,36 +160,43 @@ def _is_empty(cell: types.CellType) -> bool:
     return False
 
 
-def _collect(value: object, found: list[object], visited: set[int], depth: int) -> None:
+def _collect(
+    value: object, found: list[object], tensors: list[Tensor], visited: set[int], depth: int
+) -> None:
     if is_number(value) or isinstance(value, (int, float)):
         found.append((type(value), value))
     elif isinstance(value, Tensor):
         found.append(id(value))
+        tensors.append(value)
     elif isinstance(value, _STABLE) or _is_class_method(value) or id(value) in visited:
         return
     elif depth > MAX_NESTED:
         raise _Stateful
     else:
         visited.add(id(value))
-        _collect_parts(value, found, visited, depth + 1)
+        _collect_parts(value, found, tensors, visited, depth + 1)
 
 
-def _collect_parts(value: object, found: list[object], visited: set[int], depth: int) -> None:
+def _collect_parts(
+    value: object, found: list[object], tensors: list[Tensor], visited: set[int], depth: int
+) -> None:
     if isinstance(value, types.FunctionType):
         found.append(value.__code__)
         for cell in _cells(value):
-            _collect(cell.cell_contents, found, visited, depth)
+            _collect(cell.cell_contents, found, tensors, visited, depth)
         for default in (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()):
-            _collect(default, found, visited, depth)
+            _collect(default, found, tensors, visited, depth)
         if _is_own(value):
-            for name in _globals_of(value):
-                _collect(value.__globals__[name], found, visited, depth)
+            names = _globals_of(value)
+            found.append(tuple(names))
+            for name in names:
+                _collect(value.__globals__[name], found, tensors, visited, depth)
     elif isinstance(value, functools.partial):
         for part in (value.func, *value.args, *value.keywords.values()):
-            _collect(part, found, visited, depth)
+            _collect(part, found, tensors, visited, depth)
     elif type(value) in _SEQUENCES:
         for part in value:  # type: ignore[attr-defined]
-            _collect(part, found, visited, depth)
+            _collect(part, found, tensors, visited, depth)
     else:
         raise _Stateful
 

@@ -5,7 +5,6 @@ values need no other kernel. A captured number that decides a function's control
 """
 
 import sys
-import types
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from flashtune.core.caches import keep
 from flashtune.core.errors import ProblemError
 from flashtune.core.expressions.builder import Builder
 from flashtune.core.expressions.nodes import (
@@ -28,7 +28,7 @@ from flashtune.core.expressions.nodes import (
     TableDtype,
 )
 from flashtune.core.expressions.text import functions_text
-from flashtune.request.functions.closures import replaced, state
+from flashtune.request.functions.closures import State, replaced, state
 from flashtune.request.functions.conversion import operation
 from flashtune.request.functions.operands import Constant, Partial, Unsupported, place_of
 
@@ -68,14 +68,20 @@ class _NeedsValue(Exception):  # noqa: N818 - becomes an error with the function
 
 
 class _Known(NamedTuple):
-    """A traced pair of functions, valid while their captured values are the same."""
+    """Traced functions, valid while the captured tensors live."""
 
-    other: "weakref.ref[Any] | None"
-    state: tuple[object, ...]
-    traced: Traced
+    tensors: "tuple[weakref.ref[Tensor], ...]"
+    functions: Functions
+    text: str
+    tables: "tuple[weakref.ref[Tensor], ...]"
+    ints: tuple[int, ...]
+    floats: tuple[float, ...]
+    hides_scores: bool
 
 
-_known: "weakref.WeakKeyDictionary[Any, _Known]" = weakref.WeakKeyDictionary()
+# By captured values and code, because programs define functions again in each call.
+_expressions: dict[tuple[object, ...], _Known] = {}
+MAX_KNOWN = 1024
 
 
 def trace(score_mod: Function | None, mask_mod: Function | None) -> Traced:
@@ -89,11 +95,10 @@ def trace(score_mod: Function | None, mask_mod: Function | None) -> Traced:
         ProblemError: A function has an operation that kernels do not compute.
     """
     score_mod, mask_mod = _function("score_mod", score_mod), _function("mask_mod", mask_mod)
-    first, other = (mask_mod, None) if score_mod is None else (score_mod, mask_mod)
     captured = _state(score_mod, mask_mod)
-    known = _known.get(first) if isinstance(first, types.FunctionType) else None
-    if known is not None and known.state == captured and (known.other and known.other()) is other:
-        return known.traced
+    known = _traced_before(captured)
+    if known is not None:
+        return known
     capture = _Capture()
     places = [
         -1 if function is None else _traced(function, name, capture)
@@ -108,10 +113,35 @@ def trace(score_mod: Function | None, mask_mod: Function | None) -> Traced:
         tuple(float(capture.floats[place]) for place in order.floats),
         order.hides_scores,
     )
-    if captured is not None and capture.is_stable and isinstance(first, types.FunctionType):
-        reference = None if other is None else weakref.ref(other)
-        _known[first] = _Known(reference, captured, traced)
+    if captured is not None and capture.is_stable and _are_captured(traced.tables, captured.tensors):
+        references = [tuple(map(weakref.ref, tensors)) for tensors in (captured.tensors, traced.tables)]
+        own = _Known(references[0], functions, traced.text, references[1], *traced[3:])
+        keep(_expressions, captured.values, own, MAX_KNOWN)
     return traced
+
+
+def is_stable(score_mod: Function | None, mask_mod: Function | None) -> bool:
+    """Returns whether functions with the same captured objects have the same expressions and tensors."""
+    return _traced_before(_state(score_mod, mask_mod)) is not None
+
+
+def _traced_before(captured: State | None) -> Traced | None:
+    """Returns the expressions of functions with this code and these captured values, if there are any."""
+    known = None if captured is None else _expressions.get(captured.values)
+    if known is None:
+        return None
+    # Tensors of other calls may have had the same identities.
+    if any(reference() is None for reference in known.tensors):
+        return None
+    tables = [reference() for reference in known.tables]
+    live = tuple(table for table in tables if table is not None)
+    return Traced(known.functions, known.text, live, known.ints, known.floats, known.hides_scores)
+
+
+def _are_captured(tables: tuple[Tensor, ...], tensors: tuple[Tensor, ...]) -> bool:
+    """Returns whether tables are captured tensors themselves, and not made of them."""
+    identities = set(map(id, tensors))
+    return all(id(table) in identities for table in tables)
 
 
 def _function(name: str, function: Function | None) -> Function | None:
@@ -124,9 +154,17 @@ def _function(name: str, function: Function | None) -> Function | None:
     return function
 
 
-def _state(*functions: Function | None) -> tuple[object, ...] | None:
-    states = [() if function is None else state(function) for function in functions]
-    return None if None in states else tuple(states)
+def _state(*functions: Function | None) -> State | None:
+    """Returns the captured values of some functions."""
+    values: list[object] = []
+    tensors: list[Tensor] = []
+    for function in functions:
+        own = State((), ()) if function is None else state(function)
+        if own is None:
+            return None
+        values.append(own.values)
+        tensors += own.tensors
+    return State(tuple(values), tuple(tensors))
 
 
 class _Capture:

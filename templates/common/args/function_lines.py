@@ -95,7 +95,7 @@ def function_lines(functions: Functions, part: str) -> str:
             for those of a block that the score needs, which changes `s`, and "mask" for the others, which
             make `function_mask`.
     """
-    writer = _Writer(functions)
+    writer = Writer(functions)
     needed = {"score": functions.needed(functions.score), "mask": functions.needed(functions.mask)}
     if part == "helpers":
         return writer.helpers()
@@ -116,7 +116,15 @@ def function_lines(functions: Functions, part: str) -> str:
     return "\n".join([*writer.lines(places), last])
 
 
-class _Writer:
+class Writer:
+    """Names and lines of values. Subclasses write other languages than Triton's."""
+
+    language = "tl"
+    leaves = _LEAVES
+    # Texts of places as indices of captured tensors, where others than those of `leaves` are.
+    existing: Mapping[Op, str] = {}
+    types = _TYPES
+
     def __init__(self, functions: Functions) -> None:
         self.functions = functions
         # For each node, its form.
@@ -133,14 +141,19 @@ class _Writer:
             self.shapes.append(first)
             first += 2 * table.dimensions
 
-    def helpers(self) -> str:
+    def helpers(self, texts: Mapping[Op, str] = _HELPERS) -> str:
         """Returns the functions that expressions call."""
+        used = self.used_helpers()
+        return "\n\n".join(text.strip("\n") + "\n" for op, text in texts.items() if op in used)
+
+    def used_helpers(self) -> set[Op]:
+        """Returns the operations with a function of their own."""
         used = {node.op for node in self.functions.nodes}
         if Op.REMAINDER in used:
             used.add(Op.FLOOR_DIVIDE)
         if not any(not self._is_place(index) for _, _, index in self._indices()):
             used.discard(Op.LOAD)
-        return "\n\n".join(text.strip("\n") + "\n" for op, text in _HELPERS.items() if op in used)
+        return used
 
     def sizes(self) -> list[str]:
         """Returns the lines that load sizes, where needed, and strides of captured tensors."""
@@ -149,9 +162,9 @@ class _Writer:
             dimensions = self.functions.tables[place].dimensions
             if not self._is_place(index):
                 size = self.shapes[place] + axis
-                lines[f"size_{place}_{axis}"] = f"tl.load(function_ints + {size})"
+                lines[f"size_{place}_{axis}"] = f"{self.language}.load(function_ints + {size})"
             stride = self.shapes[place] + dimensions + axis
-            lines[f"stride_{place}_{axis}"] = f"tl.load(function_ints + {stride})"
+            lines[f"stride_{place}_{axis}"] = f"{self.language}.load(function_ints + {stride})"
         return [f"{name} = {text}" for name, text in lines.items()]
 
     def lines(self, places: list[int]) -> list[str]:
@@ -185,30 +198,47 @@ class _Writer:
 
     def _text(self, place: int) -> str:
         node, form = self.functions.nodes[place], self.forms[place]
-        if node.op in _LEAVES:
-            return _LEAVES[node.op]
+        if node.op in self.leaves:
+            return self.leaves[node.op]
         if node.op is Op.INT_NUMBER:
-            return f"tl.load(function_ints + {node.value})"
+            return f"{self.language}.load(function_ints + {node.value})"
         if node.op is Op.FLOAT_NUMBER:
-            return f"tl.load(function_floats + {node.value})"
+            return f"{self.language}.load(function_floats + {node.value})"
         operands = [self.operand(operand, form) for operand in node.operands]
         if node.op is Op.LOAD:
-            return self._load(place, operands)
+            return self.load(place, operands)
         if operands and all(self.functions.nodes[operand].op in _CONSTANTS for operand in node.operands):
             # Triton's functions take tensors.
             kind = self.functions.kinds[node.operands[0]]
-            operands[0] = f"tl.full((), {operands[0]}, {_TYPES[kind]})"
-        return _PATTERNS[node.op].format(*operands)
+            operands[0] = self.tensor_of(operands[0], kind)
+        return self.pattern(node.op).format(*operands)
 
-    def _load(self, place: int, operands: list[str]) -> str:
+    def tensor_of(self, constant: str, kind: Kind) -> str:
+        """Returns a constant as a tensor without dimensions."""
+        return f"tl.full((), {constant}, {_TYPES[kind]})"
+
+    def pattern(self, op: Op) -> str:
+        """Returns the text of an operation, with places for its operands."""
+        return _PATTERNS[op]
+
+    def load(self, place: int, operands: list[str]) -> str:
+        """Returns the text of an element of a captured tensor, from those of its indices."""
         node = self.functions.nodes[place]
         terms = []
         for axis, (index, text) in enumerate(zip(node.operands, operands, strict=True)):
-            inside = text if self._is_place(index) else f"place_in({text}, size_{node.value}_{axis})"
+            if self._is_place(index):
+                inside = self.existing.get(self.functions.nodes[index].op, "{0}").format(text)
+            else:
+                inside = self.place_text(index, text, f"size_{node.value}_{axis}")
             terms.append(f" + {inside} * stride_{node.value}_{axis}")
-        loaded = f"tl.load({TABLES[node.value]}{''.join(terms)})"
+        loaded = f"{self.language}.load({TABLES[node.value]}{''.join(terms)})"
         kind = self.functions.kinds[place]
-        return f"({loaded} != 0)" if kind is Kind.BOOL else f"{loaded}.to({_TYPES[kind]})"
+        return f"({loaded} != 0)" if kind is Kind.BOOL else f"{loaded}.to({self.types[kind]})"
+
+    def place_text(self, index: int, text: str, size: str) -> str:
+        """Returns the text of an index that is within a dimension."""
+        del index
+        return f"place_in({text}, {size})"
 
     def _is_place(self, index: int) -> bool:
         """Returns whether an index is a place itself, which the call checks against the tensor's size."""

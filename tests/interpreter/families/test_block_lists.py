@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from flashtune.core.expressions.text import parse_functions
+from flashtune.core.features.functions import has_full_lists
 from flashtune.core.features.records import NUMBERS
 from flashtune.core.kernel import Kernel
 from flashtune.core.problem import Bias, Causal, Problem
@@ -98,10 +100,23 @@ def test_lists_of_block_masks(layout: str, name: str) -> None:
     assert lists_blocks(kernel_of(problem, **BLOCK_CONFIGS[layout][1]), problem, config)
 
 
+@pytest.mark.sampled(every=2)
+@pytest.mark.parametrize("layout", ["one group", "one list", "one list, parts"])
+@pytest.mark.parametrize(("queries", "keys"), [(200, 300), (420, 150), (20, 602)])
+def test_lists_name_the_blocks_of_mask_functions(layout: str, queries: int, keys: int) -> None:
+    functions = parse_functions("key.query.less_equal/0/1:-1:2:")
+    problem = a_block_mask(layout, "alone", queries, keys)
+    problem = msgspec.structs.replace(problem, functions=functions)
+    config = a_config(problem, **BLOCK_CONFIGS[layout][1])
+    assert lists_blocks(kernel_of(problem, **BLOCK_CONFIGS[layout][1]), problem, config)
+
+
 def lists_blocks(kernel: Kernel, problem: Problem, config: HopperConfig) -> bool:
     """Whether the lists of random block masks are right."""
     side = score_inputs(problem, None)
     assert side.block_counts is not None
+    if has_full_lists(problem):
+        side = side._replace(full_counts=side.block_counts // 2)
     module = load_module(kernel)
     lengths = ((problem.heads, problem.seqlen_q), (problem.kv_heads, problem.seqlen_kv))
     q, k = (torch.empty(problem.batch, heads, length, 16) for heads, length in lengths)
@@ -109,7 +124,8 @@ def lists_blocks(kernel: Kernel, problem: Problem, config: HopperConfig) -> bool
     made = [torch.full(shape, -1, dtype=torch.int32) for shape in module.launch_plan(*planned)[1]]
     grid, integers = module.prologue_plan(*planned)
     lengths_too = () if side.seqlens_kv is None else (side.seqlens_kv,)
-    module.list_blocks[grid](*lengths_too, side.block_counts, side.block_indices, *made, *integers)
+    listed = side.block_counts, side.block_indices, *(() if side.full_counts is None else (side.full_counts,))
+    module.list_blocks[grid](*lengths_too, *listed, *made, *integers)
     right = True
     for workspace, meant in zip(made, lists_of_blocks(problem, config, side), strict=True):
         written = meant != -1

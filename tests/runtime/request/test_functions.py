@@ -17,6 +17,7 @@ from flashtune.core.expressions.nodes import MAX_TABLES, Functions
 from flashtune.request.functions.block_lists import block_lists, classified_lists
 from flashtune.request.functions.operands import MAX_ROW
 from flashtune.request.functions.tracing import trace
+from flashtune.request.functions.warm_calls import warm_flex_call
 
 Function = Callable[..., Any]
 SIZE, FACTOR, TABLE = 7, 1.75, torch.rand(4)
@@ -103,13 +104,67 @@ def test_changed_captured_values_are_seen() -> None:
         return (q - k < size) & (table[h] > 0)
 
     before = trace(None, mask)
-    assert trace(None, mask) is before
+    assert trace(None, mask).functions is before.functions
     table.add_(1)
-    assert trace(None, mask) is before
+    assert trace(None, mask).functions is before.functions
     size = 5
     assert trace(None, mask).ints == (5,)
     table = torch.rand(9)
     assert trace(None, mask).tables[0] is table
+
+
+def test_functions_that_are_defined_again_are_not_traced_again() -> None:
+    table = torch.rand(4)
+
+    def mask_of(size: int, table: torch.Tensor) -> Any:
+        return lambda b, h, q, k: (q - k < size) & (table[h] > 0)
+
+    first, other = trace(None, mask_of(3, table)), trace(None, mask_of(5, table))
+    assert trace(None, mask_of(3, table)).functions is first.functions
+    assert trace(None, mask_of(5, table)).functions is other.functions
+    assert (first.ints, other.ints) == ((3,), (5,))
+    assert trace(None, mask_of(3, torch.rand(4))).tables[0] is not table
+    # A tensor may have the identity of one that no longer lives.
+    for number in range(20):
+        assert trace(None, mask_of(3, torch.full((4,), number))).tables[0][0] == number
+
+
+def test_repeated_calls_see_changes() -> None:
+    q, k, v = (torch.rand(1, 4, 64, 16) for _ in range(3))
+    size, table, shift = 3, torch.rand(4), [0.0]
+
+    def mask(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return q - k < size
+
+    def score(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return s + table[h] * 2.0
+
+    def in_list(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return s + shift[0]
+
+    blocks = flex.create_block_mask(mask, None, None, 64, 64, device="cpu", BLOCK_SIZE=64)
+
+    def record(score: Any = score, blocks: Any = blocks, q: torch.Tensor = q) -> Any:
+        return warm_flex_call(q, k, v, score, blocks, None, enable_gqa=False, return_lse=False)
+
+    first = record()
+    assert record().side is first.side
+    assert record(q=q[:, :, :32].repeat(1, 1, 2, 1)).side is first.side
+    size = 5
+    changed = record()
+    assert int(changed.side.function_ints[0]) == 5
+    assert record().side is changed.side
+    table = torch.rand(4)
+    assert record().side.table_0 is table
+    blocks.kv_num_blocks.zero_()
+    assert int(record().side.block_counts.sum()) == int(blocks.full_kv_num_blocks.sum())
+    other = flex.create_block_mask(mask, None, None, 64, 64, device="cpu", BLOCK_SIZE=64)
+    assert record(blocks=other).side.block_counts is not record().side.block_counts
+    before = record(in_list, None).side
+    shift[0] = 2.5
+    assert float(record(in_list, None).side.function_floats[0]) == 2.5 != float(before.function_floats[0])
+    with pytest.raises(ProblemError, match="no backward pass"):
+        record(q=q.clone().requires_grad_())
 
 
 def test_tensors_computed_by_functions_are_computed_again() -> None:
@@ -239,8 +294,8 @@ def test_state_of_inner_functions_and_objects() -> None:
 
     first = trace(outer, None)
     assert first.floats == (FACTOR,)
-    assert trace(outer, None) is first
-    assert trace(with_object, None) is not trace(with_object, None)
+    assert trace(outer, None).functions is first.functions
+    assert trace(with_object, None).functions is not trace(with_object, None).functions
     module.weight = nn.Parameter(torch.rand(4, 1))
     assert trace(with_object, None).tables[0] is module.weight
 

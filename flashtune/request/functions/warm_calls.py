@@ -1,0 +1,118 @@
+"""Records of calls that repeat, valid while their functions capture the same objects.
+
+A function is not walked again. The places of its captured values are known: cells of closures, and names of
+globals. A call compares the objects there with those of the call before.
+"""
+
+import types
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashtune.core.caches import keep
+from flashtune.core.features.records import TABLES, ExtraInputs
+from flashtune.request.autocast import any_autocast
+from flashtune.request.call import Call, Options, requires_grad
+from flashtune.request.functions.block_lists import is_flex_mask
+from flashtune.request.functions.call import ScoreMod, flex_call
+from flashtune.request.functions.closures import Places, captured_places
+from flashtune.request.functions.tracing import is_stable
+from flashtune.request.invariance import is_batch_invariant
+
+# Records of calls with one function.
+MAX_CALLS = 64
+_MASK_FIELDS = (
+    *("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"),
+    *("mask_mod", "seq_lengths", "BLOCK_SIZE"),
+)
+TENSOR_FIELDS = 4
+
+
+class _Warm(NamedTuple):
+    """The record of a call, without q, k and v, and all that it depends on."""
+
+    options: Options
+    side: ExtraInputs
+    mask: "weakref.ref[Any] | None"
+    places: Places
+    # The fields of the block mask, and how often its tensors were written to.
+    fields: tuple[Any, ...]
+    versions: tuple[int, ...]
+
+
+_warm: "weakref.WeakKeyDictionary[Any, dict[tuple[object, ...], _Warm]]" = weakref.WeakKeyDictionary()
+
+
+def warm_flex_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    score_mod: ScoreMod | None,
+    block_mask: Any,
+    scale: float | None,
+    enable_gqa: bool,
+    return_lse: bool,
+) -> Call:
+    """Returns the record of `flex_call`, with its arguments and errors, from an earlier call if possible."""
+    # Functions outlive a call more often than masks.
+    anchor = block_mask if score_mod is None else score_mod
+    try:
+        known = _warm.get(anchor)
+        key = (q.shape, k.shape, v.shape, q.device, enable_gqa, return_lse)
+        warm = None if known is None else known.get(key)
+    except (AttributeError, TypeError):
+        return flex_call(q, k, v, score_mod, block_mask, scale, enable_gqa, return_lse)
+    is_usual = type(return_lse) is bool and not any_autocast() and not is_batch_invariant()
+    # Keys that a batch shares are expanded.
+    is_usual = is_usual and q.shape[0] == k.shape[0]
+    if warm is not None and is_usual and _is_same(warm, block_mask):
+        call = Call(q, k, v, scale, warm.options, warm.side)
+        if not (torch.is_grad_enabled() and requires_grad(call)):
+            return call
+    call = flex_call(q, k, v, score_mod, block_mask, scale, enable_gqa, return_lse)
+    if is_usual:
+        _keep(anchor, key, call, score_mod, block_mask)
+    return call
+
+
+def _is_same(warm: _Warm, block_mask: Any) -> bool:
+    """Returns whether a record is that of a call with a block mask."""
+    if (None if warm.mask is None else warm.mask()) is not block_mask:
+        return False
+    if block_mask is not None:
+        fields = block_mask.__dict__
+        for name, value in zip(_MASK_FIELDS, warm.fields, strict=True):
+            if fields[name] is not value:
+                return False
+        for tensor, version in zip(warm.fields, warm.versions, strict=False):
+            if tensor is not None and tensor._version != version:
+                return False
+    return warm.places.are_same()
+
+
+def _keep(
+    anchor: Any, key: tuple[object, ...], call: Call, score_mod: ScoreMod | None, block_mask: Any
+) -> None:
+    """Keeps the record of a call, if all that it depends on can be compared."""
+    fields: tuple[Any, ...] = ()
+    mask_mod = None
+    if block_mask is not None:
+        if not is_flex_mask(block_mask):
+            return
+        fields = tuple(block_mask.__dict__[name] for name in _MASK_FIELDS)
+        mask_mod = block_mask.mask_mod
+    given = [function for function in (score_mod, mask_mod) if function is not None]
+    functions = [function for function in given if isinstance(function, types.FunctionType)]
+    places = captured_places(functions)
+    if len(functions) < len(given) or places is None or not is_stable(score_mod, mask_mod):
+        return
+    captured = [getattr(call.side, name) for name in TABLES]
+    if any(table is not None and not table.dim() for table in captured):
+        # A number in a tensor of another device was copied.
+        return
+    versions = tuple(0 if tensor is None else tensor._version for tensor in fields[:TENSOR_FIELDS])
+    mask = None if block_mask is None else weakref.ref(block_mask)
+    warm = _Warm(call.options, call.side, mask, places, fields, versions)
+    keep(_warm.setdefault(anchor, {}), key, warm, MAX_CALLS)

@@ -1,0 +1,75 @@
+"""GPU tests of score and mask functions in `forward_hopper`."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+import flashtune
+from flashtune.core.kernel import Specialization
+from flashtune.core.problem import Dtype, Problem
+from flashtune.core.target import device_target
+from flashtune.request.functions.tracing import trace
+from flashtune.verification.cases import Level
+from flashtune.verification.check import check_kernel
+from tests.core.expressions.test_expressions import random_functions
+from tests.gpu.marks import ON_HOPPER
+from tests.interpreter.test_flex_attention import CASES
+from tests.problems.hopper import FAMILY
+from tests.support.fuzzing import fuzz_count
+
+pytestmark = [pytest.mark.gpu, ON_HOPPER]
+
+HEADS = 4
+
+
+def verdict_of(functions: Any, head_dim: int, block_mask: int) -> Any:
+    problem = Problem(
+        dtype=Dtype.BF16, head_dim=head_dim, value_head_dim=head_dim, heads=HEADS, kv_heads=2, batch=2,
+        seqlen_q=1000, seqlen_kv=1300, functions=functions, block_mask=block_mask,
+    )  # fmt: skip
+    target, device = device_target(), torch.device("cuda", 0)
+    config = FAMILY.default(problem, target)
+    return check_kernel(FAMILY, problem, config, Specialization(lse=True), target, device, Level.QUICK)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_pass_the_verification(name: str, head_dim: int) -> None:
+    case = CASES[name]
+    functions = trace(case.score, case.mask).functions
+    verdict = verdict_of(functions, head_dim, 128 if functions.mask >= 0 else 0)
+    assert verdict.passed, verdict
+
+
+@pytest.mark.parametrize("seed", range(fuzz_count(20, 500)))
+def test_random_functions_pass_the_verification(seed: int) -> None:
+    verdict = verdict_of(random_functions(seed), 64, 0)
+    assert verdict.passed, verdict
+
+
+@pytest.mark.parametrize("queries", [1024, 777])
+def test_calls_use_the_kernel(queries: int) -> None:
+    device = torch.device("cuda", 0)
+    q, k, v = (torch.randn(2, HEADS, queries, 64, dtype=torch.bfloat16, device=device) for _ in range(3))
+    slopes = torch.rand(HEADS, device=device)
+    documents = torch.arange(queries, device=device) // 100
+
+    def score(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return s - slopes[h] * (q - k).abs()
+
+    def visible(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return (q >= k) & (documents[q] == documents[k])
+
+    mask = create_block_mask(visible, None, None, queries, queries, device=device)
+    selection = flashtune.explain_flex(q, k, v, score, mask).selection
+    assert selection is not None
+    assert selection.record.family == FAMILY.name
+    for _ in range(3):
+        out, lse = flashtune.flex_attention(q, k, v, score, mask, return_lse=True)
+        exact, exact_lse = flex_attention(q.double(), k.double(), v.double(), score, mask, return_lse=True)
+        torch.testing.assert_close(out.double(), exact, atol=2e-2, rtol=2e-2)
+        torch.testing.assert_close(lse.double(), exact_lse, atol=1e-3, rtol=1e-3)
+        documents.copy_(torch.arange(queries, device=device) // 130)
+        mask = create_block_mask(visible, None, None, queries, queries, device=device)
