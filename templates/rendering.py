@@ -16,6 +16,7 @@ from flashtune.core.problem import Problem
 from flashtune.templates.common.args.function_lines import function_lines
 from flashtune.templates.common.args.gluon_functions import gluon_function_lines
 from flashtune.templates.common.args.side import side_names
+from flashtune.templates.common.args.table_gradients import table_lines, table_numbers
 from flashtune.templates.common.checks import check_context
 from flashtune.templates.dead_branches import remove_dead_branches
 from flashtune.templates.docstring_rows import remove_absent_rows
@@ -82,6 +83,8 @@ def _environment() -> jinja2.Environment:
     )
     environment.globals["function_lines"] = function_lines
     environment.globals["gluon_function_lines"] = gluon_function_lines
+    environment.globals["table_lines"] = table_lines
+    environment.globals["table_numbers"] = table_numbers
     return environment
 
 

@@ -60,6 +60,7 @@ FUNCTIONS = {
     "dispatch/tables.py tuned_records": "decisions do not change in a process",
     "integrations/host_library.py host_subclass": "a class is defined once",
     "integrations/operator_overrides.py _allocators": "a function of its arguments, in each served call",
+    "core/expressions/derivative.py derivatives": "a function of its argument, up to MAX_KEPT",
     "request/functions/block_lists.py classified_lists": "a function of its arguments, up to MAX_CLASSIFIED",
     "request/functions/closures.py _names_of": "a function of its argument, in each call; up to MAX_CODES",
     "request/functions/call.py _numbers": "captured numbers on a device, up to MAX_KEPT",

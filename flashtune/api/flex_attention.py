@@ -70,8 +70,7 @@ def flex_attention(
         is -inf in such rows.
 
     Raises:
-        ProblemError: A function has an operation that kernels do not compute, an input requires grad, or the
-            tensors do not match.
+        ProblemError: A function has an operation that kernels do not compute, or the tensors do not match.
         KernelError: As `attention`.
     """
     arguments = query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse

@@ -40,6 +40,8 @@ def normal_form(problem: Problem) -> Problem:
     if problem.deterministic and not problem.is_backward:
         # The forward pass is always deterministic.
         problem = replace(problem, deterministic=False)
+    if problem.functions and not problem.is_backward:
+        problem = replace(problem, functions=problem.functions.with_gradients(()))
     return problem
 
 

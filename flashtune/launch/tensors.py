@@ -45,6 +45,9 @@ class BackwardTensors(NamedTuple):
     # The gradient of the sinks by sequence, to be written: float32 [batch, heads]. Portable kernels do not
     # write it.
     dsinks: Tensor | None = None
+    # The gradients of captured tensors or of their loads, to be written: float32, see
+    # `flashtune.core.features.table_gradients`.
+    dtables: Tensor | None = None
 
     @property
     def planned(self) -> tuple[Tensor, ...]:

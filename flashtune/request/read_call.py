@@ -9,6 +9,7 @@ from flashtune.core.canonical import normal_form, rounded_up
 from flashtune.core.errors import ProblemError
 from flashtune.core.expressions.nodes import NO_FUNCTIONS
 from flashtune.core.expressions.text import parse_functions
+from flashtune.core.features.records import TABLES, ExtraInputs
 from flashtune.core.features.table import flags_of
 from flashtune.core.layouts import DENSE_LAYOUTS, DTYPES, KV_DTYPES, LAYOUTS, Layout
 from flashtune.core.problem import MAX_HEAD_DIM, Bias, Dtype, KvDtype, KvScale, Problem
@@ -123,7 +124,14 @@ def read_call(call: Call, needs_grad: bool | None = None) -> Request:
         options.deterministic or torch.are_deterministic_algorithms_enabled(),
         q.dtype is torch.float64,
         needs_grad and problem.bias is Bias.ADDITIVE and not is_trained,
+        _trained_tables(problem, side) if needs_grad else (),
     )
+
+
+def _trained_tables(problem: Problem, side: ExtraInputs) -> tuple[int, ...]:
+    """Returns the places of the captured tensors that require grad."""
+    named = ((place, getattr(side, TABLES[place])) for place in range(len(problem.functions.tables)))
+    return tuple(place for place, table in named if table.requires_grad)
 
 
 def require_tensors(call: Call) -> None:

@@ -44,6 +44,8 @@ class Request(msgspec.Struct, frozen=True):
     # Whether the tensors are float64. No kernel takes them, and the problem then has fp32.
     is_double: bool = False
     constant_bias: bool = False  # Whether the backward pass needs no gradient of the additive bias.
+    # The captured tensors of functions that require grad, by their places.
+    trained_tables: tuple[int, ...] = ()
 
     @property
     def forward(self) -> Request:
@@ -56,6 +58,7 @@ class Request(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(
             self.problem,
             direction=Direction.BACKWARD,
+            functions=self.problem.functions.with_gradients(self.trained_tables),
             deterministic=self.deterministic,
             batch_invariant=False,
         )

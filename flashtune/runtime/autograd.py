@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flashtune.core.errors import ProblemError
-from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
+from flashtune.core.features.records import NO_EXTRA_INPUTS, TABLES, ExtraInputs
 from flashtune.core.kernel import POINTER_ALIGNMENT
 from flashtune.runtime.gradients import BackwardInputs
 from flashtune.runtime.torch_modes import refuse_batches
@@ -64,7 +64,8 @@ def differentiable(pair: Pair) -> Executor:
     ) -> Result:
         if side is NO_EXTRA_INPUTS:
             return apply(pair, scale, side, q, k, v)
-        return apply(pair, scale, side, q, k, v, side.sinks, side.bias, side.slopes)
+        tables = () if side.table_0 is None else [getattr(side, name) for name in TABLES]
+        return apply(pair, scale, side, q, k, v, side.sinks, side.bias, side.slopes, *tables)
 
     return run
 

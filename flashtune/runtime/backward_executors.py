@@ -15,10 +15,11 @@ from torch import Tensor
 
 from flashtune.core.errors import KernelError
 from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
-from flashtune.core.features.table import score_tensors
+from flashtune.core.features.table import TENSOR_INPUTS, score_tensors
+from flashtune.core.features.table_gradients import gradient_numbers, table_gradients
 from flashtune.core.kernel import POINTER_ALIGNMENT, Kernel, Specialization
 from flashtune.core.layouts import Layout
-from flashtune.core.problem import Dtype
+from flashtune.core.problem import Dtype, Problem
 from flashtune.dispatch.bound_request import BoundRequest
 from flashtune.dispatch.decision import Backend, Decision
 from flashtune.dispatch.lookup import default_selection
@@ -58,6 +59,7 @@ class BoundBackward:
         "_index",
         "_launches",
         "_platform",
+        "_problem",
         "_request",
         "_writes",
     )
@@ -69,6 +71,7 @@ class BoundBackward:
         self._platform = platform
         self._bind_kernel = bind_kernel
         self._request = request
+        self._problem = request.backward
         self._default_scale = request.default_scale
         self._writes = _written(choice.kernel)
         # None on a CPU, in tests.
@@ -98,11 +101,14 @@ class BoundBackward:
             return self(BackwardInputs(q, k, v, out, lse, dout, dlse, scale, side))
         scale = self._default_scale if scale is None else scale
         gradients = _allocated(self._request, q, k, v, self._writes)
+        dtables = _table_buffer(self._problem, q, side, self._writes)
         if bound.copies is not None:
             q, k, v = copies_of((q, k, v), bound.copies)
-        tensors = q, k, v, out, lse, dout, *gradients[:3], dlse, *gradients[4:], gradients.dsinks
-        bound.launch(tensors, scale, side)
-        return gradients
+        dq, dk, dv, dsinks, dbias, dslopes, *_ = gradients
+        bound.launch(
+            (q, k, v, out, lse, dout, dq, dk, dv, dlse, dbias, dslopes, dsinks, dtables), scale, side
+        )
+        return gradients if dtables is None else with_tables(gradients, self._problem, side, dtables)
 
     def plainly(self, inputs: BackwardInputs) -> tuple[Tensor | None, ...]:
         """Returns the gradients of q, k and v with less overhead, without side inputs and `dlse`."""
@@ -114,7 +120,7 @@ class BoundBackward:
             return self(inputs)
         launch, new_dq, new_dk, new_dv, _ = bound
         dq, dk, dv = new_dq(), new_dk(), new_dv()
-        tensors = q, k, v, out, lse, dout, dq, dk, dv, None, None, None
+        tensors = q, k, v, out, lse, dout, dq, dk, dv, None, None, None, None, None
         launch(tensors, self._default_scale if scale is None else scale)
         return dq, dk, dv
 
@@ -158,13 +164,13 @@ def _strides(
     strides = q.stride(), k.stride(), v.stride(), out.stride(), dout.stride()
     if side is NO_EXTRA_INPUTS:
         return strides
-    own = side.bias, side.slopes, side.block_counts, side.block_indices
+    own = side.bias, side.slopes, side.block_counts, side.block_indices, side.full_counts
     return (*strides, *(None if tensor is None else tensor.stride() for tensor in own))
 
 
 def _written(kernel: Kernel) -> tuple[str, ...]:
     """Returns the names of the gradients of side inputs that a kernel writes."""
-    return tuple(name for name in ("dsinks", "dbias", "dslopes") if kernel.writes(name))
+    return tuple(name for name in ("dsinks", "dbias", "dslopes", "dtables") if kernel.writes(name))
 
 
 def _allocated(request: Request, q: Tensor, k: Tensor, v: Tensor, writes: tuple[str, ...]) -> Gradients:
@@ -181,6 +187,21 @@ def _allocated(request: Request, q: Tensor, k: Tensor, v: Tensor, writes: tuple[
     if "dsinks" in writes:
         dsinks = q.new_empty(heads, dtype=torch.float32)
     return Gradients(make(q), make(k), make(v), dsinks, dbias, dslopes)
+
+
+def _table_buffer(problem: Problem, q: Tensor, side: ExtraInputs, writes: tuple[str, ...]) -> Tensor | None:
+    """Allocates the buffer for gradients of captured tensors, which kernels clear."""
+    if "dtables" not in writes:
+        return None
+    return q.new_empty(gradient_numbers(problem, side), dtype=torch.float32)
+
+
+def with_tables(gradients: Gradients, problem: Problem, side: ExtraInputs, dtables: Tensor) -> Gradients:
+    """Returns gradients with those of captured tensors, in the types of these."""
+    tables = table_gradients(problem, side, dtables)
+    return gradients._replace(
+        **{f"d{name}": gradient.to(getattr(side, name).dtype) for name, gradient in tables.items()}
+    )
 
 
 def _covers(assumed: Specialization, needed: Specialization) -> bool:
@@ -229,9 +250,12 @@ def interpreted_backward(decision: Decision, request: Request, inputs: BackwardI
         dbias=made.dbias,
         dslopes=made.dslopes,
         dsinks=made.dsinks,
+        dtables=_table_buffer(problem, q, bound.extra, _written(kernel)),
     )
     launch = bind(kernel, decision.target, tensors, bound.extra)
     launch(tensors, request.default_scale if scale is None else scale, bound.extra)
+    if tensors.dtables is not None:
+        made = with_tables(made, problem, bound.extra, tensors.dtables)
     narrow = {"dq": made.dq.to(q.dtype), "dk": made.dk.to(k.dtype), "dv": made.dv.to(v.dtype)}
     return made._replace(**narrow, dbias=made.dbias if made.dbias is None else made.dbias.to(q.dtype))
 
@@ -242,7 +266,7 @@ def recomputed(request: Request) -> BackwardExecutor:
     As with kernels, the given output and log-sum-exp may be those over more keys than the call's.
     """
     standard = baseline_executor(Backend.UNFUSED, request.forward)
-    names = score_tensors(request.problem)
+    names = [name for name in score_tensors(request.problem) if TENSOR_INPUTS[name].has_gradient]
 
     def run(inputs: BackwardInputs) -> Gradients:
         q, k, v, scale, side = *inputs[:3], inputs.scale, inputs.side
@@ -251,13 +275,18 @@ def recomputed(request: Request) -> BackwardExecutor:
         views = side_views(request.problem, side, request.views(q, k, v)[1].shape[0])
         with _autograd_inside_operator():
             leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
-            detached = {name: getattr(views, name).detach() for name in names}
+            given = {name: tensor for name in names if (tensor := getattr(views, name)) is not None}
+            detached = {name: tensor.detach() for name, tensor in given.items()}
             # A boolean mask has no gradient.
             floats = {name: tensor for name, tensor in detached.items() if tensor.is_floating_point()}
             extra = {name: tensor.clone().requires_grad_() for name, tensor in floats.items()}
             result = standard(*leaves, scale, side._replace(**extra))
             wanted = _of_given_softmax(request, result, inputs)
-            results = torch.autograd.grad(result, (*leaves, *extra.values()), wanted)
+            # A score function may have a result that does not depend on the score, or on a captured tensor.
+            differentiated = (*leaves, *extra.values())
+            results = torch.autograd.grad(
+                result, differentiated, wanted, allow_unused=True, materialize_grads=True
+            )
         # Return the strides that the fake implementation declares to compilers.
         gradients = Gradients(*map(_with_layout_of, (q, k, v), results))
         return gradients._replace(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function
 
-from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
+from flashtune.core.features.records import NO_EXTRA_INPUTS, TABLES, ExtraInputs
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Problem
 from flashtune.dispatch.bound_request import BoundRequest
@@ -35,6 +35,8 @@ from flashtune.runtime.torch_modes import transforms
 NAME = "attention_backward"
 # The number of operands before those of the call.
 GIVEN = 4
+# Gradients of q, k, v, sinks, bias and slopes, and those of captured tensors one after the other.
+RESULTS = 7
 ARGUMENTS = f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {schema()})"
 
 # Assumed value of lengths that are unknown at compile time.
@@ -134,10 +136,23 @@ def _backward_operator(call: Call, inputs: BackwardInputs) -> Gradients:
     call = call._replace(q=q, k=k, v=v, scale=scale, side=side)
     gradients = torch.ops.flashtune.attention_backward(dout, dlse, out, lse, *operands(call))
     bias = None if side.bias is None or side.bias.dtype is torch.bool else side.bias
-    extra = zip((side.sinks, bias, side.slopes), gradients[3:], strict=True)
+    extra = zip((side.sinks, bias, side.slopes), gradients[3:6], strict=True)
+    tables = _tables(side)
+    parts = gradients[6].split([table.numel() for table in tables.values()]) if tables else ()
     return Gradients(
-        *gradients[:3], *(None if side_input is None else gradient for side_input, gradient in extra)
+        *gradients[:3],
+        *(None if side_input is None else gradient for side_input, gradient in extra),
+        **{
+            f"d{name}": part.view(table.shape).to(table.dtype)
+            for (name, table), part in zip(tables.items(), parts, strict=True)
+        },
     )
+
+
+def _tables(side: ExtraInputs) -> dict[str, Tensor]:
+    """Returns the captured tensors that may have a gradient, by name."""
+    tables = {name: getattr(side, name) for name in TABLES}
+    return {name: table for name, table in tables.items() if table is not None and table.is_floating_point()}
 
 
 def _compute(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *values: Any) -> tuple[Tensor, ...]:
@@ -147,9 +162,10 @@ def _compute(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *value
     out, lse = with_rows(out), lse.contiguous()
 
     def make(bound: BoundRequest) -> BackwardExecutor:
-        # The tensors of an operator do not show whether the bias requires grad.
-        bound = bound.replaced(msgspec.structs.replace(bound.request, constant_bias=False))
-        request = bound.request
+        # The tensors of an operator do not show which extra inputs require grad.
+        trained = tuple(TABLES.index(name) for name in _tables(bound.side))
+        request = msgspec.structs.replace(bound.request, constant_bias=False, trained_tables=trained)
+        bound = bound.replaced(request)
         served = prepare_alone(bound, SESSION.loader)
         if not (request.is_empty or request.is_double):
             served = counted(served, SESSION.recordings, request.backward, bound.backward_properties)
@@ -162,7 +178,13 @@ def _compute(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *value
     gradients = executor(BackwardInputs(*served[:3], out, lse, dout, dlse, served.scale, served.side))
     if served.q is not call.q:
         gradients = gradients._replace(dq=-gradients.dq)
-    return tuple(lse.new_empty(0) if gradient is None else gradient for gradient in gradients)
+    own = tuple(lse.new_empty(0) if gradient is None else gradient for gradient in gradients[:6])
+    tables = [
+        (torch.zeros_like(table) if gradient is None else gradient).to(lse.dtype).flatten()
+        for name, table in _tables(call.side).items()
+        for gradient in (getattr(gradients, f"d{name}"),)
+    ]
+    return *own, torch.cat(tables) if tables else lse.new_empty(0)
 
 
 def _shapes(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *values: Any) -> tuple[Tensor, ...]:
@@ -183,6 +205,7 @@ def _shapes(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *values
         dsinks,
         dbias,
         dslopes,
+        lse.new_empty(sum(table.numel() for table in _tables(side).values())),
     )
 
 
@@ -201,7 +224,7 @@ def _redispatched(*arguments: object) -> tuple[Tensor, ...]:
         return results
 
 
-library.define(f"{NAME}{ARGUMENTS} -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)", tags=TAGS)
+library.define(f"{NAME}{ARGUMENTS} -> ({', '.join(['Tensor'] * RESULTS)})", tags=TAGS)
 library.impl(NAME, _compute, "CompositeExplicitAutograd")
 library.impl(NAME, _differentiate, "Autograd")
 torch.library.register_fake(f"flashtune::{NAME}", _shapes, lib=library)

@@ -33,6 +33,13 @@ class Gradients(NamedTuple):
     # Gradient of an additive bias in its type, [batch, heads, seqlen_q, seqlen_kv], or None.
     dbias: Tensor | None = None
     dslopes: Tensor | None = None  # Gradient of the ALiBi slopes, float32 [batch, heads], or None.
+    # Gradients of captured tensors, of their shapes and types, or None.
+    dtable_0: Tensor | None = None
+    dtable_1: Tensor | None = None
+    dtable_2: Tensor | None = None
+    dtable_3: Tensor | None = None
+    dtable_4: Tensor | None = None
+    dtable_5: Tensor | None = None
 
 
 # Computes the backward passes of one kind of call.

@@ -1,6 +1,7 @@
 """Portable split backward pass: one kernel loops over keys for dk and dv, one over queries for dq."""
 
 from flashtune.core.config import LaunchOptions, Space
+from flashtune.core.features.table_gradients import depends_on_score
 from flashtune.core.kernel import Specialization, Step
 from flashtune.core.problem import Bias, Causal, Direction, Feature, Problem
 from flashtune.core.target import Target
@@ -13,6 +14,7 @@ from flashtune.templates.common.args.backward_portable import (
     backward_values,
     bias_gradient,
     delta_step,
+    table_gradient,
 )
 from flashtune.templates.common.args.feature_context import FEATURES
 from flashtune.templates.common.args.portable_context import refusal
@@ -22,6 +24,8 @@ from flashtune.templates.family import Arguments, Context, FamilyOf
 
 # Features that hide keys from only some queries of a block.
 MASKS = frozenset({Feature.WINDOW, Feature.CHUNK})
+# Features with which functions combine.
+WITH_FUNCTIONS = frozenset({Feature.BLOCK_MASK, Feature.FUNCTIONS, Feature.DETERMINISTIC})
 # The largest side of a tile, and the sides and warps of tiles that a block mask makes smaller.
 MAX_SIDE = 128
 SMALL_SIDE = 32
@@ -35,6 +39,7 @@ class BackwardSplit(SplitModel, FamilyOf[SplitConfig]):
     config_type = SplitConfig
     features = (FEATURES - {Feature.PAGES, Feature.QUANTIZED_KV}) | {
         Feature.BLOCK_MASK,
+        Feature.FUNCTIONS,
         Feature.DETERMINISTIC,
     }
     direction = Direction.BACKWARD
@@ -45,6 +50,10 @@ class BackwardSplit(SplitModel, FamilyOf[SplitConfig]):
             return "backward_split takes no ALiBi and no additive bias with a block mask"
         if problem.block_mask and problem.packed:
             return "backward_split takes no block mask over packed sequences"
+        if problem.functions and (problem.features - WITH_FUNCTIONS or problem.is_causal):
+            return "backward_split takes score and mask functions with block masks alone"
+        if problem.deterministic and depends_on_score(problem):
+            return "backward_split takes no deterministic gradient of a captured tensor indexed by the score"
         return refusal(self.name, problem)
 
     def space(self, problem: Problem, target: Target) -> Space:
@@ -77,14 +86,14 @@ class BackwardSplit(SplitModel, FamilyOf[SplitConfig]):
         return backward_arguments(problem, specialization, (*_read(problem), "dk", "dv"))
 
     def prologue(self, problem: Problem, config: SplitConfig, specialization: Specialization) -> Step | None:
-        workspaces = ("workspace_0", "workspace_1", *_random(problem))
+        workspaces = ("workspace_0", "workspace_1", *_lists(problem), *_random(problem))
         return delta_step(problem, specialization, workspaces, is_fused=False)
 
     def epilogue(self, problem: Problem, config: SplitConfig, specialization: Specialization) -> Step | None:
         options = LaunchOptions(config.dq_warps, config.dq_stages, config.maxnreg)
         dbias = bias_gradient(problem, specialization)
         dslopes = ("dslopes",) if problem.alibi else ()
-        tensors = (*_read(problem), "dq", *dbias, *dslopes)
+        tensors = (*_read(problem), "dq", *dbias, *dslopes, *table_gradient(problem))
         return Step("gradient_of_queries", backward_arguments(problem, specialization, tensors), options)
 
     def context(self, problem: Problem, config: SplitConfig, specialization: Specialization) -> Context:
@@ -97,7 +106,12 @@ class BackwardSplit(SplitModel, FamilyOf[SplitConfig]):
 def _read(problem: Problem) -> tuple[str, ...]:
     """Returns tensors of both kernels, with delta, log-sum-exps and the sums for slopes' gradients."""
     slopes = ("workspace_2",) if problem.alibi else ()
-    return ("q", "k", "v", "dout", "workspace_0", "workspace_1", *slopes, *_random(problem))
+    return ("q", "k", "v", "dout", "workspace_0", "workspace_1", *slopes, *_lists(problem), *_random(problem))
+
+
+def _lists(problem: Problem) -> tuple[str, ...]:
+    """Returns the workspace with the lists of queries that see each block of keys. ALiBi excludes them."""
+    return ("workspace_2",) if problem.block_mask else ()
 
 
 def _random(problem: Problem) -> tuple[str, ...]:
@@ -107,7 +121,7 @@ def _random(problem: Problem) -> tuple[str, ...]:
 
 def _random_workspace(problem: Problem) -> int:
     """Returns the index of the workspace with the random words of rows, for dropout: the last."""
-    return 3 if problem.alibi else 2
+    return 3 if problem.alibi or problem.block_mask else 2
 
 
 FAMILY = BackwardSplit()

@@ -374,6 +374,9 @@ COMBINATIONS = {
     "backward_fused_bf16_d64_bias": row(
         FUSED, "bf16", (64, 64), "bottom_right", {**SHARED, "split_masked_loop": False}, bias=Bias.ADDITIVE
     ),
+    "backward_split_bf16_d64_blocks": row(
+        SPLIT, "bf16", (64, 64), "bottom_right", NARROW, block_mask=64, block_lists=BlockLists.GROUP
+    ),
     "backward_fused_bf16_d64_mask": row(FUSED, "bf16", (64, 64), "none", SHARED, bias=Bias.BOOLEAN),
     "backward_fused_bf16_d256": row(
         FUSED, "bf16", (256, 256), "none",

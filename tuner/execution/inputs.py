@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.features.table import SEED, usual_inputs
+from flashtune.core.features.table_gradients import gradient_numbers
 from flashtune.core.kernel import Kernel, Specialization, specialization_of
 from flashtune.core.layouts import LARGEST_STORED, STORED_DTYPES, TORCH_DTYPES
 from flashtune.core.problem import Bias, KvDtype, KvScale, Problem
@@ -135,6 +136,7 @@ def gradient_tensors(problem: Problem, tensors: Tensors) -> BackwardTensors:
     q, k, v, out = tensors.q, tensors.k, tensors.v, tensors.out
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     _run_forward(forward_of(problem), tensors, lse)
+    numbers = gradient_numbers(problem, tensors.side)
     return BackwardTensors(
         q,
         k,
@@ -148,6 +150,7 @@ def gradient_tensors(problem: Problem, tensors: Tensors) -> BackwardTensors:
         dbias=q.new_empty(*q.shape[:3], k.shape[2]) if problem.bias is Bias.ADDITIVE else None,
         dslopes=torch.empty(q.shape[:2], device=q.device) if problem.alibi else None,
         dsinks=torch.empty(problem.batch, problem.heads, device=q.device) if problem.sinks else None,
+        dtables=torch.empty(numbers, device=q.device) if numbers else None,
     )
 
 

@@ -72,7 +72,8 @@ class Captures(NamedTuple):
 class Builder:
     """Nodes that are made one by one. Methods return the place of a node."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_built: int = MAX_BUILT, max_depth: int = MAX_DEPTH) -> None:
+        self._max_built, self._max_depth = max_built, max_depth
         self.nodes: list[Node] = []
         self.kinds: list[Kind] = []
         self.tables: list[Table] = []
@@ -192,7 +193,7 @@ class Builder:
         if known is not None:
             return known
         depth = 1 + max((self._depths[place] for place in operands), default=0)
-        if len(self.nodes) >= MAX_BUILT or depth > MAX_DEPTH:
+        if len(self.nodes) >= self._max_built or depth > self._max_depth:
             raise ProblemError(
                 f"score and mask functions have over {MAX_NODES} operations, or {MAX_DEPTH} of them in a "
                 "chain: shorten them"

@@ -1,48 +1,105 @@
-"""The derivative of a score function with respect to the score, by rule."""
+"""The derivatives of a score function with respect to the score and to captured tensors, by rule."""
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
+from typing import NamedTuple
 
 from flashtune.core.expressions.builder import Builder
-from flashtune.core.expressions.nodes import Functions, Kind, Op
+from flashtune.core.expressions.nodes import Expressions, Functions, Kind, Node, Op
+
+# Functions of which derivatives are kept.
+MAX_KEPT = 256
 
 
-def score_derivative(functions: Functions) -> Functions | None:
-    """Returns functions that compute the derivative by the score, or None if it is 1.
+# Limits of operations and chains of derivatives, which no function within its own limits reaches.
+MAX_DERIVED, MAX_DERIVED_DEPTH = 2**14, 2**10
 
-    Its captured values have the places of those of `functions`, all of which it keeps. At points without a
-    derivative, such as a bound of a minimum, it is that of torch: the first operand's, or 0 for `abs` of 0.
+
+class Element(NamedTuple):
+    """An element of a captured tensor that has a gradient."""
+
+    load: int  # The place of the load.
+    slope: int  # The place of the derivative of the changed score by the element.
+
+
+class Derivatives(Expressions, frozen=True, forbid_unknown_fields=True, omit_defaults=True, dict=True):
+    """Functions and derivatives of their score. Captured values have the places of those of the functions.
+
+    Attributes:
+        slope: The place of the derivative of the changed score by the score, or -1 if it is 1.
+        elements: The loads of captured tensors with gradients on which the changed score depends.
     """
-    if functions.score < 0:
-        return None
-    builder = Builder()
+
+    slope: int = -1
+    elements: tuple[Element, ...] = ()
+
+
+def is_of_rows(functions: Expressions, element: Element) -> bool:
+    """Returns whether the index of a load depends on neither the key nor the score."""
+    used = {functions.nodes[place].op for place in functions.needed(element.load)}
+    return not used & {Op.KEY, Op.SCORE}
+
+
+@functools.lru_cache(MAX_KEPT)
+def derivatives(functions: Functions) -> Derivatives:
+    """Returns functions with derivatives of the score by the score and by elements of captured tensors.
+
+    At points without a derivative, such as a bound of a minimum, it is that of the first operand, or 0 for
+    `abs` of 0.
+    """
+    builder = Builder(MAX_DERIVED, MAX_DERIVED_DEPTH)
     builder.tables.extend(functions.tables)
     places: list[int] = []
-    slopes: list[int | None] = []
     for node in functions.nodes:
         operands = [places[operand] for operand in node.operands]
-        place = builder.make(node.op, *operands, value=node.value)
-        places.append(place)
-        steps = [slopes[operand] for operand in node.operands]
-        slopes.append(_slope(builder, node.op, place, operands, steps))
-    slope = slopes[functions.score]
-    result = builder.constant(0.0) if slope is None else slope
-    if builder.nodes[result].op is Op.FLOAT and result == builder.constant(1.0):
-        return None
-    # The places of captured values stay, so that the inputs of the call serve both.
-    used = sorted(_reached(builder, result))
-    order = {place: index for index, place in enumerate(used)}
-    nodes = tuple(
-        type(node)(node.op, tuple(order[operand] for operand in node.operands), node.value)
-        for node in (builder.nodes[place] for place in used)
+        places.append(builder.make(node.op, *operands, value=node.value))
+    score, mask = (-1 if root < 0 else places[root] for root in (functions.score, functions.mask))
+    slope, elements = -1, []
+    if score >= 0:
+        own = _derivative(builder, functions, places, Node(Op.SCORE))
+        slope = builder.constant(0.0) if own is None else own
+        slope = -1 if slope == builder.constant(1.0) else slope
+        loads = [node for node in functions.nodes if node.op is Op.LOAD]
+        for node in dict.fromkeys(loads):
+            if functions.tables[node.value].has_gradient:
+                own = _derivative(builder, functions, places, node)
+                if own is not None:
+                    elements.append(Element(places[functions.nodes.index(node)], own))
+    roots = {place for place in (score, mask, slope, *itertools.chain(*elements)) if place >= 0}
+    used = sorted(_reached(builder, roots))
+    order = {place: index for index, place in enumerate(used)} | {-1: -1}
+    return Derivatives(
+        tuple(
+            Node(node.op, tuple(order[operand] for operand in node.operands), node.value)
+            for node in (builder.nodes[place] for place in used)
+        ),
+        order[score],
+        order[mask],
+        functions.tables,
+        order[slope],
+        tuple(Element(order[load], order[own]) for load, own in elements),
     )
-    return Functions(nodes, order[result], -1, functions.tables)
 
 
-def _reached(builder: Builder, root: int) -> set[int]:
-    reached = {root}
-    for place in range(root, -1, -1):
+def _derivative(builder: Builder, functions: Functions, places: list[int], variable: Node) -> int | None:
+    """Returns the derivative of the score by a node of functions, None if it is zero."""
+    slopes: list[int | None] = []
+    for node, place in zip(functions.nodes, places, strict=True):
+        operands = [places[operand] for operand in node.operands]
+        steps = [slopes[operand] for operand in node.operands]
+        is_variable = node == variable
+        slopes.append(
+            builder.constant(1.0) if is_variable else _slope(builder, node.op, place, operands, steps)
+        )
+    return slopes[functions.score]
+
+
+def _reached(builder: Builder, roots: set[int]) -> set[int]:
+    reached = set(roots)
+    for place in range(max(roots, default=-1), -1, -1):
         if place in reached:
             reached.update(builder.nodes[place].operands)
     return reached
@@ -50,8 +107,6 @@ def _reached(builder: Builder, root: int) -> set[int]:
 
 def _slope(builder: Builder, op: Op, place: int, operands: list[int], steps: list[int | None]) -> int | None:
     """Returns the derivative of a node, None if it is zero. `steps` are those of its operands."""
-    if op is Op.SCORE:
-        return builder.constant(1.0)
     if builder.kinds[place] is not Kind.FLOAT or all(step is None for step in steps):
         return None
     if len(operands) == 1:

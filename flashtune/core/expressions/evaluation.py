@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashtune.core.expressions.nodes import Functions, Kind, Node, Op, float_of
+from flashtune.core.expressions.nodes import Expressions, Kind, Node, Op, float_of
 
 _UNARY: Mapping[Op, Callable[[Tensor], Tensor]] = {
     Op.NEGATE: torch.neg,
@@ -70,7 +70,7 @@ class Values(NamedTuple):
         return torch.float64 if self.score is None else self.score.dtype
 
 
-def evaluate(functions: Functions, values: Values, result: int) -> Tensor:
+def evaluate(functions: Expressions, values: Values, result: int) -> Tensor:
     """Returns the value of a node of functions, which broadcasts with the scores.
 
     An index of a captured tensor that is negative counts from the end, and one out of range reads the nearest
@@ -83,8 +83,8 @@ def evaluate(functions: Functions, values: Values, result: int) -> Tensor:
     return results[result]
 
 
-def error_terms(functions: Functions, values: Values) -> Tensor:
-    """Returns bounds of the rounding errors of changed scores in float32, in roundoffs of 1.
+def error_terms(functions: Expressions, values: Values, result: int) -> Tensor:
+    """Returns bounds of the rounding errors of a float node in float32, in roundoffs of 1.
 
     An operation rounds its result, and enlarges the errors of its operands. The score itself has an error of
     its magnitude, so that functions with a derivative above 1 enlarge it.
@@ -92,18 +92,18 @@ def error_terms(functions: Functions, values: Values) -> Tensor:
     results: dict[int, Tensor] = {}
     errors: dict[int, Tensor] = {}
     zero = torch.zeros((), dtype=values.dtype, device=values.key.device)
-    for place in functions.needed(functions.score):
+    for place in functions.needed(result):
         node = functions.nodes[place]
         operands = [results[operand] for operand in node.operands]
-        result = results[place] = _value(functions, node, values, operands)
+        value = results[place] = _value(functions, node, values, operands)
         if functions.kinds[place] is Kind.FLOAT:
-            errors[place] = _error(node, result, operands, [errors[operand] for operand in node.operands])
+            errors[place] = _error(node, value, operands, [errors[operand] for operand in node.operands])
         else:
             errors[place] = zero
-    return errors[functions.score]
+    return errors[result]
 
 
-def _value(functions: Functions, node: Node, values: Values, operands: list[Any]) -> Tensor:
+def _value(functions: Expressions, node: Node, values: Values, operands: list[Any]) -> Tensor:
     device = values.key.device
     match node.op:
         case Op.SCORE:
@@ -122,9 +122,10 @@ def _value(functions: Functions, node: Node, values: Values, operands: list[Any]
         case Op.FLOAT_NUMBER:
             return values.floats[node.value].to(values.dtype)
         case Op.LOAD:
-            loaded = _loaded(values.tables[node.value], operands)
             kind = functions.tables[node.value].dtype.kind
-            return loaded.to({Kind.BOOL: torch.bool, Kind.INT: torch.int64, Kind.FLOAT: values.dtype}[kind])
+            dtype = {Kind.BOOL: torch.bool, Kind.INT: torch.int64, Kind.FLOAT: values.dtype}[kind]
+            # Converted first, so that autograd sums gradients in the type of the scores.
+            return _loaded(values.tables[node.value].to(dtype), operands)
         case Op.TO_FLOAT:
             return operands[0].to(values.dtype)  # type: ignore[no-any-return]
         case Op.TO_INT:
@@ -137,11 +138,13 @@ def _value(functions: Functions, node: Node, values: Values, operands: list[Any]
 
 def _loaded(table: Tensor, indices: list[Tensor]) -> Tensor:
     """Returns elements of a captured tensor."""
-    wrapped = [
-        torch.where(index < 0, index + size, index).clamp(0, size - 1)
-        for index, size in zip(indices, table.shape, strict=True)
-    ]
-    return table[tuple(wrapped)] if wrapped else table
+    places = [wrapped(index, size) for index, size in zip(indices, table.shape, strict=True)]
+    return table[tuple(places)] if places else table
+
+
+def wrapped(index: Tensor, size: int) -> Tensor:
+    """Returns the places in a dimension that an index reads."""
+    return torch.where(index < 0, index + size, index).clamp(0, size - 1)
 
 
 def _error(node: Node, result: Tensor, operands: list[Tensor], errors: list[Tensor]) -> Tensor:

@@ -12,7 +12,7 @@ import enum
 import functools
 import hashlib
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -103,11 +103,20 @@ class TableDtype(enum.StrEnum):
         return names.get(self, Kind.FLOAT)
 
 
-class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+class Table(
+    msgspec.Struct,
+    frozen=True,
+    forbid_unknown_fields=True,
+    array_like=True,
+    omit_defaults=True,
+    # The order of operands depends on the text of tables.
+    repr_omit_defaults=True,
+):
     """A captured tensor: its element type and its number of dimensions."""
 
     dtype: TableDtype
     dimensions: int
+    has_gradient: bool = False  # Whether a backward pass computes its gradient. False in forward passes.
 
 
 class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, omit_defaults=True):
@@ -159,8 +168,8 @@ LEAVES = frozenset(op for op, rule in RULES.items() if not rule.operands)
 NUMBERS = (Op.INT_NUMBER, Op.FLOAT_NUMBER)
 
 
-class Functions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, dict=True):
-    """The score and mask functions of a problem. Captured values are inputs of the call.
+class Expressions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, dict=True):
+    """Operations and their results. Captured values are inputs of the call.
 
     Attributes:
         nodes: All operations, operands first.
@@ -174,6 +183,32 @@ class Functions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     mask: int = -1
     tables: tuple[Table, ...] = ()
 
+    @functools.cached_property
+    def kinds(self) -> tuple[Kind, ...]:
+        """The type of each node."""
+        return kinds_of(self.nodes, self.tables)
+
+    def count(self, op: Op) -> int:
+        """Returns the number of captured numbers of one operation, `int_number` or `float_number`."""
+        return 1 + max((node.value for node in self.nodes if node.op is op), default=-1)
+
+    @property
+    def has_floats(self) -> bool:
+        """Whether a captured number is a float."""
+        return self.count(Op.FLOAT_NUMBER) > 0
+
+    def needed(self, place: int) -> list[int]:
+        """Returns the places of a node and of all nodes that it depends on, in ascending order."""
+        found = {place} if place >= 0 else set()
+        for index in range(place, -1, -1):
+            if index in found:
+                found.update(self.nodes[index].operands)
+        return sorted(found)
+
+
+class Functions(Expressions, frozen=True, forbid_unknown_fields=True, omit_defaults=True, dict=True):
+    """The score and mask functions of a problem."""
+
     def __post_init__(self) -> None:
         if len(self.nodes) > MAX_NODES or len(self.tables) > MAX_TABLES:
             raise ProblemError(
@@ -181,6 +216,8 @@ class Functions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
                 f"tensors: kernels take {MAX_NODES} and {MAX_TABLES}"
             )
         for table in self.tables:
+            if table.has_gradient and table.dtype.kind is not Kind.FLOAT:
+                raise ProblemError(f"a captured tensor of {table.dtype} has a gradient: pass one of floats")
             if not 0 <= table.dimensions <= MAX_DIMENSIONS:
                 raise ProblemError(
                     f"a captured tensor has {table.dimensions} dimensions: pass up to {MAX_DIMENSIONS}"
@@ -211,32 +248,19 @@ class Functions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     def __bool__(self) -> bool:
         return bool(self.nodes)
 
+    def with_gradients(self, tables: Collection[int]) -> Functions:
+        """Returns the functions of a pass that computes the gradients of these captured tensors alone."""
+        if set(tables) == {place for place, table in enumerate(self.tables) if table.has_gradient}:
+            return self
+        own = tuple(
+            Table(table.dtype, table.dimensions, place in tables) for place, table in enumerate(self.tables)
+        )
+        return Functions(self.nodes, self.score, self.mask, own)
+
     @functools.cached_property
     def digest(self) -> str:
         """The hash of both functions, 16 hex digits. Equal canonical forms have equal hashes."""
         return hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:16]
-
-    @functools.cached_property
-    def kinds(self) -> tuple[Kind, ...]:
-        """The type of each node."""
-        return kinds_of(self.nodes, self.tables)
-
-    def count(self, op: Op) -> int:
-        """Returns the number of captured numbers of one operation, `int_number` or `float_number`."""
-        return 1 + max((node.value for node in self.nodes if node.op is op), default=-1)
-
-    @property
-    def has_floats(self) -> bool:
-        """Whether a captured number is a float."""
-        return self.count(Op.FLOAT_NUMBER) > 0
-
-    def needed(self, place: int) -> list[int]:
-        """Returns the places of a node and of all nodes that it depends on, in ascending order."""
-        found = {place} if place >= 0 else set()
-        for index in range(place, -1, -1):
-            if index in found:
-                found.update(self.nodes[index].operands)
-        return sorted(found)
 
 
 def kinds_of(nodes: Sequence[Node], tables: Sequence[Table]) -> tuple[Kind, ...]:

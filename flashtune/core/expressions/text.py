@@ -9,7 +9,8 @@ from flashtune.core.expressions.nodes import Functions, Node, Op, Table, TableDt
 
 # An operation, its value and its operands, as in `load@0/3`.
 _NODE = re.compile(r"([a-z_]+)(?:@(-?[0-9]{1,10}))?((?:/[0-9]{1,3})*)")
-_TABLE = re.compile(r"([a-z0-9]+)x([0-9])")
+# An element type, a number of dimensions, and `g` if the tensor has a gradient.
+_TABLE = re.compile(r"([a-z0-9]+)x([0-9])(g?)")
 MAX_TEXT = 2**14
 
 
@@ -19,7 +20,9 @@ def functions_text(functions: Functions) -> str:
         f"{node.op}{f'@{node.value}' if node.value else ''}{''.join(f'/{place}' for place in node.operands)}"
         for node in functions.nodes
     )
-    tables = ".".join(f"{table.dtype}x{table.dimensions}" for table in functions.tables)
+    tables = ".".join(
+        f"{table.dtype}x{table.dimensions}{'g' * table.has_gradient}" for table in functions.tables
+    )
     return f"{nodes}:{functions.score}:{functions.mask}:{tables}"
 
 
@@ -48,7 +51,7 @@ def _table(text: str) -> Table:
     match = _TABLE.fullmatch(text)
     if match is None:
         raise ValueError(f"{quoted(text)} is no captured tensor")
-    return Table(TableDtype(match[1]), int(match[2]))
+    return Table(TableDtype(match[1]), int(match[2]), bool(match[3]))
 
 
 def _place(text: str) -> int:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from flashtune.core.expressions.derivative import score_derivative
+from flashtune.core.expressions.derivative import derivatives
 from flashtune.core.expressions.intervals import Interval, intervals
-from flashtune.core.expressions.nodes import Functions, Kind, Op, TableDtype
+from flashtune.core.expressions.nodes import Expressions, Functions, Kind, Op, TableDtype
 from flashtune.core.features.description import Changed, ScoreRows, UsualCall
 from flashtune.core.features.plain_problem import Causal
 from flashtune.core.features.records import TABLES, ExtraInputs, FeatureFields
@@ -34,7 +34,7 @@ def changed_by_function(scores: Tensor, rows: Rows) -> Changed:
     functions = rows.fields.functions
     if functions.score < 0:
         return Changed(scores)
-    changed = evaluate(functions, _values(scores, rows), functions.score)
+    changed = evaluate(functions, values_of(scores, rows), functions.score)
     # The result may depend on fewer places, and later steps write to it.
     return Changed(changed.expand_as(scores).clone() if changed.shape != scores.shape else changed)
 
@@ -43,19 +43,30 @@ def function_errors(scores: Tensor, rows: Rows) -> Tensor | None:
     """Returns bounds of the rounding errors of a score function, in roundoffs."""
     from flashtune.core.expressions.evaluation import error_terms
 
-    if rows.fields.functions.score < 0:
+    functions = rows.fields.functions
+    if functions.score < 0:
         return None
-    return error_terms(rows.fields.functions, _values(scores, rows)).expand_as(scores)
+    return error_terms(functions, values_of(scores, rows), functions.score).expand_as(scores)
 
 
 def function_derivative(scores: Tensor, rows: Rows) -> Tensor | None:
     """Returns the derivative of a score function by the score, or None if it is 1."""
     from flashtune.core.expressions.evaluation import evaluate
 
-    derivative = score_derivative(rows.fields.functions)
-    if derivative is None:
+    derived = derivatives(rows.fields.functions)
+    if derived.slope < 0:
         return None
-    return evaluate(derivative, _values(scores, rows), derivative.score).expand_as(scores)
+    return evaluate(derived, values_of(scores, rows), derived.slope).expand_as(scores)
+
+
+def derivative_errors(scores: Tensor, rows: Rows) -> Tensor | None:
+    """Returns bounds of the rounding errors of `function_derivative`, in roundoffs, or None if it is 1."""
+    from flashtune.core.expressions.evaluation import error_terms
+
+    derived = derivatives(rows.fields.functions)
+    if derived.slope < 0:
+        return None
+    return error_terms(derived, values_of(scores, rows), derived.slope).expand_as(scores)
 
 
 def visible_by_function(
@@ -75,7 +86,7 @@ def visible_by_function(
     if functions.mask < 0:
         return None
     key = torch.arange(keys, device=query.device)
-    values = _captured(functions, inputs, (batch, head, query, key), None)
+    values = captured_values(functions, inputs, (batch, head, query, key), None)
     visible = evaluate(functions, values, functions.mask)
     if not size or inputs.full_counts is None:
         return visible
@@ -213,7 +224,7 @@ def TORCH_TABLES() -> dict[TableDtype, torch.dtype]:  # noqa: N802 - a constant 
     }
 
 
-def _values(scores: Tensor, rows: Rows) -> Values:
+def values_of(scores: Tensor, rows: Rows) -> Values:
     """Returns the values on which functions depend, for some rows."""
     import torch
 
@@ -226,11 +237,11 @@ def _values(scores: Tensor, rows: Rows) -> Values:
     diagonal = 0 if fields.causal is Causal.TOP_LEFT else fields.seqlen_kv - fields.seqlen_q
     query = rows.positions().long() - diagonal
     key = torch.arange(scores.shape[-1], device=device)
-    return _captured(fields.functions, rows.inputs, (batch, head, query, key), scores)
+    return captured_values(fields.functions, rows.inputs, (batch, head, query, key), scores)
 
 
-def _captured(
-    functions: Functions,
+def captured_values(
+    functions: Expressions,
     inputs: ExtraInputs,
     places: tuple[Tensor, Tensor, Tensor, Tensor],
     scores: Tensor | None,

@@ -241,7 +241,7 @@ FEATURES: Mapping[Feature, Description[FeatureFields, ExtraInputs]] = {
             TensorInput("function_ints", "a captured int", "int32"),
             TensorInput("function_floats", "a captured float"),
             *(
-                TensorInput(name, f"captured tensor {n}", None, is_strided=True)
+                TensorInput(name, f"captured tensor {n}", None, is_strided=True, has_gradient=True)
                 for n, name in enumerate(TABLES)
             ),
         ),

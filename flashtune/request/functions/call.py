@@ -10,7 +10,7 @@ from torch import Tensor
 from flashtune.core.errors import ProblemError
 from flashtune.core.features.functions import integers_of
 from flashtune.core.features.records import TABLES
-from flashtune.request.call import Call, dense_call, requires_grad
+from flashtune.request.call import Call, dense_call
 from flashtune.request.functions.block_lists import (
     block_lists,
     classified_lists,
@@ -73,11 +73,6 @@ def flex_call(
         call = call._replace(
             options=call.options._replace(functions=traced.text),
             side=call.side._replace(**inputs),
-        )
-    if requires_grad(call):
-        raise ProblemError(
-            "flex_attention has no backward pass and an input or captured tensor requires grad: call under "
-            "torch.no_grad(), or use torch's flex_attention"
         )
     return call
 

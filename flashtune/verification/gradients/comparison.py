@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator, Iterator
 import torch
 from torch import Tensor
 
+from flashtune.core.features.table_gradients import table_gradients
 from flashtune.core.kernel import Kernel
 from flashtune.core.problem import Problem
 from flashtune.verification.cases import Case
@@ -27,6 +28,9 @@ def backward_pass(kernel: Kernel, case: Case, prepared: Prepared) -> Pass:
     left_out = set() if kernel.writes("dsinks") else {"dsinks"}
     if kernel.specialization.constant_bias is True:
         left_out.add("dbias")
+    if "dtables" not in prepared.expected.gradients:
+        # Gradients of captured tensors are sums over all heads, of which a large problem has a sample.
+        left_out.add("dtables")
     written = {name: tensor for name, tensor in prepared.written.items() if name not in left_out}
     prepared = prepared._replace(written=written)
 
@@ -114,6 +118,11 @@ def _of_heads(problem: Problem, prepared: Prepared, written: Tensor) -> Tensor:
     return prepared.chosen.pairs.of_queries(problem, written)[..., None]
 
 
+def _of_tables(problem: Problem, prepared: Prepared, written: Tensor) -> Tensor:
+    tables = table_gradients(problem, prepared.side, written)
+    return torch.cat([table.flatten() for table in tables.values()])[:, None]
+
+
 # Functions that return the compared part of each gradient, in the shape of `Expected`.
 _PICKED: dict[str, Callable[[Problem, Prepared, Tensor], Tensor]] = {
     "dq": _of_queries,
@@ -122,4 +131,5 @@ _PICKED: dict[str, Callable[[Problem, Prepared, Tensor], Tensor]] = {
     "dbias": _of_bias,
     "dslopes": _of_heads,
     "dsinks": _of_heads,
+    "dtables": _of_tables,
 }

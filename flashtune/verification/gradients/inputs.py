@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flashtune.core.features.records import ExtraInputs
+from flashtune.core.features.table_gradients import gradient_numbers
 from flashtune.core.kernel import Alignment
 from flashtune.core.layouts import TORCH_DTYPES
 from flashtune.core.problem import Bias, Problem
@@ -154,6 +155,9 @@ def written_to(problem: Problem, memory: Memory, frame: MemoryFrame) -> dict[str
         written["dbias"] = guarded_flat(shape, device, Role.OUTPUT, TORCH_DTYPES[problem.dtype])
     if problem.alibi:
         written["dslopes"] = guarded_flat((problem.batch, problem.heads), device, Role.OUTPUT)
+    numbers = gradient_numbers(problem, memory.side)
+    if numbers:
+        written["dtables"] = guarded_flat((numbers,), device, Role.OUTPUT)
     if problem.sinks:
         written["dsinks"] = guarded_flat((problem.batch, problem.heads), device, Role.OUTPUT)
     return written

@@ -11,10 +11,13 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from flashtune.core.expressions.derivative import derivatives
 from flashtune.core.features.records import NO_EXTRA_INPUTS
 from flashtune.core.problem import Bias, Dtype, Problem
 from flashtune.verification.gradients.head_sampling import Pairs, Piece, pieces
 from flashtune.verification.gradients.scores import BackwardCase, SinkRows, Work, largest, once, work_on
+from flashtune.verification.gradients.tables import OfElements, element_gradient, element_sums
+from flashtune.verification.gradients.tables import added as tables_added
 from flashtune.verification.gradients.tolerance import (
     BF16_KEYS_FACTOR,
     FACTOR,
@@ -182,7 +185,7 @@ class Expected(NamedTuple):
     lse: Tensor  # The log-sum-exp in float32, [pairs, group, seqlen_q].
     # Gradients by their names in `BackwardTensors`: dq [pairs, group, seqlen_q, head_dim], dk and dv [pairs,
     # seqlen_kv, ...], dslopes and dsinks [pairs, group, 1]. Also dbias of some rows, [pairs, group, rows,
-    # seqlen_kv, 1].
+    # seqlen_kv, 1]. dtables, [elements, 1], if all pairs are compared.
     gradients: dict[str, Gradient]
 
 
@@ -198,8 +201,16 @@ class OfRows(NamedTuple):
 def expect_gradients(problem: Problem, inputs: BackwardCase, chosen: Chosen) -> Expected:
     """Returns the gradients of the chosen pairs and their tolerances."""
     some = pieces(problem, chosen.pairs, inputs.q.device.type)
-    parts = [_of_pairs(problem, inputs, piece, chosen.rows) for piece in some]
+    tables: OfElements | None = None
+    has_tables = bool(derivatives(problem.functions).elements) and chosen.pairs.are_all(problem)
+    parts = []
+    for piece in some:
+        part, sums = _of_pairs(problem, inputs, piece, chosen.rows, has_tables=has_tables)
+        parts.append(part)
+        tables = tables if sums is None else tables_added(tables, sums)
     gradients = {name: _joined([part.gradients[name] for part in parts], 0) for name in parts[0].gradients}
+    if tables is not None:
+        gradients["dtables"] = element_gradient(problem, tables)
     return Expected(together([part.out for part in parts]), together([part.lse for part in parts]), gradients)
 
 
@@ -207,11 +218,14 @@ def _joined(parts: list[Gradient], axis: int) -> Gradient:
     return Gradient(*(together(tensors, axis) for tensors in zip(*parts, strict=True)))
 
 
-def _of_pairs(problem: Problem, inputs: BackwardCase, piece: Piece, chosen: Tensor) -> Expected:
+def _of_pairs(
+    problem: Problem, inputs: BackwardCase, piece: Piece, chosen: Tensor, *, has_tables: bool
+) -> tuple[Expected, OfElements | None]:
     parts: list[OfRows] = []
     of_keys: OfKeys | None = None
     of_slopes: OfHeads | None = None
     of_sinks: OfHeads | None = None
+    of_tables: OfElements | None = None
     for rows in piece.rows:
         work = work_on(problem, inputs, piece.pairs, rows)
         parts.append(_of_rows(problem, inputs, work, chosen))
@@ -220,6 +234,8 @@ def _of_pairs(problem: Problem, inputs: BackwardCase, piece: Piece, chosen: Tens
             of_slopes = added(of_slopes, slope_sums(problem, work, piece.pairs, inputs.lengths))
         if work.sinks is not None:
             of_sinks = added(of_sinks, sink_sums(problem, work.sinks, work.errors.steps))
+        if has_tables:
+            of_tables = tables_added(of_tables, element_sums(problem, inputs, work, piece.pairs))
     assert of_keys is not None
     dk, dv = key_gradients(problem, inputs.scale, of_keys)
     gradients = {"dq": _joined([part.dq for part in parts], 2), "dk": dk, "dv": dv}
@@ -230,9 +246,8 @@ def _of_pairs(problem: Problem, inputs: BackwardCase, piece: Piece, chosen: Tens
         gradients["dslopes"] = head_gradient(problem, of_slopes)
     if of_sinks is not None:
         gradients["dsinks"] = head_gradient(problem, of_sinks)
-    return Expected(
-        together([part.out for part in parts], 2), together([part.lse for part in parts], 2), gradients
-    )
+    out, lse = (together(rows, 2) for rows in ([part.out for part in parts], [part.lse for part in parts]))
+    return Expected(out, lse, gradients), of_tables
 
 
 def _of_rows(problem: Problem, inputs: BackwardCase, work: Work, chosen: Tensor) -> OfRows:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flashtune.core.features.functions import derivative_errors
 from flashtune.core.features.records import ExtraInputs
 from flashtune.core.features.table import changed_scores, score_derivative
 from flashtune.core.layouts import TORCH_DTYPES
@@ -60,6 +61,8 @@ class Weights(NamedTuple):
     exact: Tensor  # P, of the same shape.
     # Derivative of the scores by those before features, of the same shape; None if it is 1.
     slope: Tensor | None
+    # Bounds of its rounding errors in float32, in roundoffs, likewise.
+    slope_errors: Tensor | None
     kept: Tensor | None  # Dropout factors of P, of the same shape, or None without dropout.
     out: Tensor  # [pairs, group · rows, value_head_dim].
     lse: Tensor  # [pairs, group · rows], -inf in rows without visible keys.
@@ -96,6 +99,8 @@ def weights_of(
     features = score_rows(problem, inputs.lengths, side, some, device)
     slope = score_derivative(by_head, features)
     slope = None if slope is None else slope.expand(by_head.shape).reshape(scores.shape)
+    slope_errors = derivative_errors(by_head, features) if problem.functions else None
+    slope_errors = None if slope_errors is None else slope_errors.reshape(scores.shape)
     seen = seen_by(problem, inputs.lengths, side, some, device)
     biased = changed_scores(by_head, features, sizes=True)
     sinks = sinks_of(side, some, device)
@@ -117,7 +122,7 @@ def weights_of(
     kept = factors(problem, inputs.lengths, side, some, device)
     kept = None if kept is None else kept.view_as(exact)
     out = (exact if kept is None else exact * kept) @ wide.v
-    return Weights(scores, exact, slope, kept, out, lse, levels, added, keys, queries)
+    return Weights(scores, exact, slope, slope_errors, kept, out, lse, levels, added, keys, queries)
 
 
 def finite(lse: Tensor) -> Tensor:
@@ -176,6 +181,10 @@ def work_on(problem: Problem, inputs: BackwardCase, pairs: Pairs, rows: Tensor) 
     exact = _scores(weights.exact, products, exact_delta, weights.slope, weights.kept)
     plain = _plain(problem, weights, lse, products.float(), plain_delta)
     errors = query_errors(problem, _sizes(inputs, wide, weights, exact_delta), inputs.side.softcap or 0.0)
+    if weights.slope_errors is not None:
+        # dS has the rounding error of the derivative too, of any key.
+        of_slope = times(exact.biased, weights.slope_errors).abs().amax(-1)
+        errors = errors._replace(least=errors.least + FLOAT32_ROUNDOFF * of_slope)
     sinks = None
     if inputs.side.sinks is not None:
         sinks = _sink_rows(problem, inputs, pairs, rows, (weights.lse, exact_delta, plain_delta), errors)
@@ -215,7 +224,12 @@ def _scores(
 ) -> Scores:
     biased = (products - delta[..., None]).mul_(weights)
     dropped = weights if kept is None else weights * kept
-    return Scores(weights, dropped, biased if slope is None else biased * slope, biased)
+    return Scores(weights, dropped, biased if slope is None else times(biased, slope), biased)
+
+
+def times(biased: Tensor, slope: Tensor) -> Tensor:
+    """Returns products with derivatives, which may be infinite where a key has no weight: there zero."""
+    return torch.where(biased == 0.0, 0.0, biased * slope)
 
 
 def _plain(problem: Problem, weights: Weights, lse: Tensor, products: Tensor, delta: Tensor) -> Scores:

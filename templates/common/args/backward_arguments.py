@@ -11,7 +11,7 @@ from flashtune.templates.common.args.arguments import (
 from flashtune.templates.common.args.side import side_numbers, side_strides, side_tensors
 from flashtune.templates.family import Arguments
 
-ROW_NUMBERS = ("lse", "dlse", "dslopes", "dsinks")
+ROW_NUMBERS = ("lse", "dlse", "dslopes", "dsinks", "dtables")
 WORKSPACE = "workspace_"
 # Counts for kernels that iterate over sequences.
 COUNTS = ("heads", "group_size", "seqlen_q", "seqlen_kv")

@@ -3,6 +3,7 @@
 from typing import Any
 
 from flashtune.core.config import LaunchOptions
+from flashtune.core.expressions.derivative import derivatives
 from flashtune.core.kernel import Argument, Specialization, Step
 from flashtune.core.problem import Bias, Problem
 from flashtune.templates.common.args.arguments import stride_arguments
@@ -12,12 +13,15 @@ from flashtune.templates.common.args.backward_arguments import (
     seed_arguments,
 )
 from flashtune.templates.common.args.portable_context import portable_values
+from flashtune.templates.common.args.side import SIDE_STRIDES, side_strides, side_tensors
 from flashtune.templates.common.model.sram import Chunk, head_chunks
 
 # Elements of a tensor that a program of the prologue or epilogue holds, and its warps.
 STEP_NUMBERS = 8192
 STEP_WARPS = 4
 MIN_ROWS = 16
+# Lists of a block mask, from which the prologue makes those of blocks of keys.
+BLOCK_TENSORS = ("block_counts", "block_indices", "full_counts")
 
 
 def backward_values(
@@ -38,8 +42,9 @@ def backward_values(
     # With a bias, `delta` loads rows of queries too.
     widest = max(delta_chunk, *chunks[0], key=lambda chunk: chunk.width) if has_bias else delta_chunk
     values = portable_values(problem, specialization, chunks)
+    derived = derivatives(problem.functions)
     # The log-sum-exp includes the sinks.
-    features = values["features"] | {"sinks": False}
+    features = values["features"] | {"sinks": False, "functions": derived}
     return values | {
         "features": features,
         "is_fused": is_fused,
@@ -52,6 +57,11 @@ def backward_values(
         "writes_dbias": bool(bias_gradient(problem, specialization)),
         # `delta` adds sinks to the sums of large scores.
         "joins_sinks": has_bias and problem.sinks,
+        # The derivative of the score function is not 1.
+        "has_slope": derived.slope >= 0,
+        # The kernel of queries sums gradients of captured tensors, or stores their terms if deterministic.
+        "writes_tables": bool(derived.elements),
+        "deterministic": problem.deterministic,
         "clears_slopes": _clears_slopes(problem, is_fused),
         # Tensors have keys after the last one of a sequence.
         "has_more_keys": features["lengths"] or features["packed"],
@@ -64,7 +74,8 @@ def delta_step(
     """Returns the launch of `delta`, the prologue, which writes these workspaces."""
     dlse = ("dlse",) if specialization.lse else ()
     dslopes = ("dslopes",) if _clears_slopes(problem, is_fused) else ()
-    tensors = ("out", "dout", "lse", *dlse, *workspaces, *dslopes)
+    dtables = table_gradient(problem)
+    tensors = ("out", "dout", "lse", *dlse, *workspaces, *dslopes, *dtables)
     counts = (
         "heads",
         "seqlen_q",
@@ -72,12 +83,21 @@ def delta_step(
         *(("slope_count",) if dslopes else ()),
     )
     values, integers = score_arguments(problem, specialization)
+    lists: tuple[Argument, ...] = ()
+    if problem.block_mask:
+        strides = {stride for name in BLOCK_TENSORS for stride in SIDE_STRIDES[name]}
+        own = (stride for stride in side_strides(problem, specialization) if stride.name in strides)
+        lists = *own, Argument("list_heads", "i32")
     arguments = (
         *plain_arguments(problem.dtype, specialization, tensors),
         *seed_arguments(problem),
+        *(tensor for tensor in side_tensors(problem) if dtables and tensor.name == "function_ints"),
+        *(tensor for tensor in side_tensors(problem) if tensor.name in BLOCK_TENSORS),
         *values,
         *stride_arguments(specialization, tensors),
         *(Argument(name, "i32") for name in counts),
+        *((Argument("seqlen_kv", "i32"),) if dtables or problem.block_mask else ()),
+        *lists,
         *integers,
     )
     return Step("delta", arguments, LaunchOptions(STEP_WARPS, 1))
@@ -91,6 +111,11 @@ def _clears_slopes(problem: Problem, is_fused: bool) -> bool:
 def bias_gradient(problem: Problem, specialization: Specialization) -> tuple[str, ...]:
     """Returns the name of the gradient of an additive bias, if a kernel writes one."""
     return ("dbias",) if problem.bias is Bias.ADDITIVE and specialization.constant_bias is not True else ()
+
+
+def table_gradient(problem: Problem) -> tuple[str, ...]:
+    """Returns the name of the gradients of captured tensors, if there are any."""
+    return ("dtables",) if derivatives(problem.functions).elements else ()
 
 
 def rows_of_step(chunk: Chunk) -> int:

@@ -2,20 +2,24 @@
 
 A value that depends on neither queries nor keys is a scalar. One that depends on queries alone is computed
 once for a tile of queries. One that depends on keys alone is computed once for a block of keys. Other values
-are tiles [BLOCK_M, BLOCK_N]. Names of values begin with their form.
+are tiles [BLOCK_M, BLOCK_N], or where keys stay and queries are walked [BLOCK_N, BLOCK_M]. Names of values
+begin with their form.
 """
 
 import math
 from collections.abc import Mapping
 
-from flashtune.core.expressions.nodes import LEAVES, Functions, Kind, Op, float_of
+from flashtune.core.expressions.derivative import Derivatives
+from flashtune.core.expressions.nodes import LEAVES, Expressions, Kind, Op, float_of
 from flashtune.core.features.records import TABLES
 
 # Forms of values, by the sum of 1 if they depend on queries and 2 if they depend on keys.
 _FORMS = ("scalar", "row", "key", "pair")
 _BROADCAST = ("", "[:, None]", "[None, :]", "")
+_TRANSPOSED = ("", "[None, :]", "[:, None]", "")
 # Zeros of each form but the first.
 _ZEROS = ("", "queries * 0", "key_offsets * 0", "key_offsets[None, :] * 0")
+_TRANSPOSED_ZEROS = ("", "queries * 0", "keys * 0", "queries[None, :] * 0")
 _CONSTANTS = frozenset({Op.BOOL, Op.INT, Op.FLOAT})
 _LEAVES: Mapping[Op, str] = {
     Op.SCORE: "s",
@@ -86,34 +90,37 @@ def place_in(index, size):
 }
 
 
-def function_lines(functions: Functions, part: str) -> str:
+def function_lines(functions: Expressions, part: str, *, transposed: bool = False) -> str:
     """Returns lines of code of functions.
 
     Args:
         functions: The typed expressions.
         part: "helpers" for functions at the top of a file, "rows" for values of a tile of queries, "score"
             for those of a block that the score needs, which changes `s`, and "mask" for the others, which
-            make `function_mask`.
+            make `function_mask`. With derivatives also "slope", which makes `steepness`, the derivative of
+            the score, and "sizes" for sizes and strides if `transposed`.
+        transposed: Whether tiles are [BLOCK_N, BLOCK_M]. "rows" then has no sizes.
     """
-    writer = Writer(functions)
-    needed = {"score": functions.needed(functions.score), "mask": functions.needed(functions.mask)}
+    writer = Writer(functions, transposed=transposed)
     if part == "helpers":
         return writer.helpers()
+    if part == "sizes":
+        return "\n".join(writer.sizes())
     if part == "rows":
         places = [place for place in range(len(functions.nodes)) if writer.forms[place] < 2]
-        return "\n".join([*writer.sizes(), *writer.lines(places)])
-    result = functions.score if part == "score" else functions.mask
+        return "\n".join([*([] if transposed else writer.sizes()), *writer.lines(places)])
+    slope = functions.slope if isinstance(functions, Derivatives) else -1
+    result = {"score": functions.score, "mask": functions.mask, "slope": slope}[part]
     if result < 0:
         # Text of a branch that is removed.
         return "pass"
-    others = set() if part == "score" else set(needed["score"])
-    places = [place for place in needed[part] if writer.forms[place] >= 2 and place not in others]
+    written = writer.of_blocks(result, *(() if part == "score" else (functions.score,)))
     value = writer.operand(result, 3)
-    if part == "mask":
-        last = f"function_mask = {value}"
-    else:
+    if part == "score":
         last = f"s = {value}" if writer.forms[result] == 3 else f"s = {value} + tl.zeros_like(s)"
-    return "\n".join([*writer.lines(places), last])
+        # Derivatives are those at the score before the function.
+        return "\n".join([*(["unchanged = s"] if writer.keeps_score else []), *written, last])
+    return "\n".join([*written, f"{'function_mask' if part == 'mask' else 'steepness'} = {value}"])
 
 
 class Writer:
@@ -125,8 +132,10 @@ class Writer:
     existing: Mapping[Op, str] = {}
     types = _TYPES
 
-    def __init__(self, functions: Functions) -> None:
+    def __init__(self, functions: Expressions, *, transposed: bool = False) -> None:
         self.functions = functions
+        self.broadcast, self.zeros = (_TRANSPOSED, _TRANSPOSED_ZEROS) if transposed else (_BROADCAST, _ZEROS)
+        self.keeps_score = isinstance(functions, Derivatives) and functions.score >= 0
         # For each node, its form.
         self.forms: list[int] = []
         for node in functions.nodes:
@@ -140,6 +149,14 @@ class Writer:
         for table in functions.tables:
             self.shapes.append(first)
             first += 2 * table.dimensions
+
+    def of_blocks(self, result: int, *written: int) -> list[str]:
+        """Returns the lines of a block for a value. Those for the values `written` come before."""
+        needed = self.functions.needed
+        others = {place for earlier in written for place in needed(earlier)}
+        return self.lines(
+            [place for place in needed(result) if self.forms[place] >= 2 and place not in others]
+        )
 
     def helpers(self, texts: Mapping[Op, str] = _HELPERS) -> str:
         """Returns the functions that expressions call."""
@@ -177,7 +194,7 @@ class Writer:
         node = self.functions.nodes[place]
         match node.op:
             case Op.SCORE:
-                return "s"
+                return "unchanged" if self.keeps_score else "s"
             case Op.BOOL:
                 return str(bool(node.value))
             case Op.INT:
@@ -193,8 +210,8 @@ class Writer:
         is_constant = self.functions.nodes[place].op in _CONSTANTS
         if own == 0 and form and self.functions.kinds[place] is Kind.BOOL and not is_constant:
             # Triton's interpreter does not broadcast scalar bools.
-            return f"({name}.to(tl.int32) + {_ZEROS[form]} != 0)"
-        return name + (_BROADCAST[own] if form == 3 else "")
+            return f"({name}.to(tl.int32) + {self.zeros[form]} != 0)"
+        return name + (self.broadcast[own] if form == 3 else "")
 
     def _text(self, place: int) -> str:
         node, form = self.functions.nodes[place], self.forms[place]
@@ -224,14 +241,8 @@ class Writer:
     def load(self, place: int, operands: list[str]) -> str:
         """Returns the text of an element of a captured tensor, from those of its indices."""
         node = self.functions.nodes[place]
-        terms = []
-        for axis, (index, text) in enumerate(zip(node.operands, operands, strict=True)):
-            if self._is_place(index):
-                inside = self.existing.get(self.functions.nodes[index].op, "{0}").format(text)
-            else:
-                inside = self.place_text(index, text, f"size_{node.value}_{axis}")
-            terms.append(f" + {inside} * stride_{node.value}_{axis}")
-        loaded = f"{self.language}.load({TABLES[node.value]}{''.join(terms)})"
+        strides = [f" * stride_{node.value}_{axis}" for axis in range(len(operands))]
+        loaded = f"{self.language}.load({TABLES[node.value]}{''.join(self.offsets(place, operands, strides))})"
         kind = self.functions.kinds[place]
         return f"({loaded} != 0)" if kind is Kind.BOOL else f"{loaded}.to({self.types[kind]})"
 
@@ -239,6 +250,17 @@ class Writer:
         """Returns the text of an index that is within a dimension."""
         del index
         return f"place_in({text}, {size})"
+
+    def offsets(self, place: int, operands: list[str], strides: list[str]) -> list[str]:
+        """Returns the summands of an element's offset, from its indices and their factors."""
+        node, terms = self.functions.nodes[place], []
+        for axis, (index, text) in enumerate(zip(node.operands, operands, strict=True)):
+            if self._is_place(index):
+                inside = self.existing.get(self.functions.nodes[index].op, "{0}").format(text)
+            else:
+                inside = self.place_text(index, text, f"size_{node.value}_{axis}")
+            terms.append(f" + {inside}{strides[axis]}")
+        return terms
 
     def _is_place(self, index: int) -> bool:
         """Returns whether an index is a place itself, which the call checks against the tensor's size."""

@@ -1,7 +1,6 @@
 """Tests of expressions of functions: canonical form, decoding, derivatives, errors, and intervals."""
 
 import itertools
-import random
 from collections.abc import Callable
 
 import msgspec
@@ -11,14 +10,13 @@ from torch import Tensor
 
 from flashtune.core.errors import ProblemError
 from flashtune.core.expressions.builder import Builder
-from flashtune.core.expressions.derivative import score_derivative
+from flashtune.core.expressions.derivative import derivatives
 from flashtune.core.expressions.evaluation import Values, error_terms, evaluate
 from flashtune.core.expressions.intervals import Interval, block_visibility, intervals
 from flashtune.core.expressions.nodes import (
     MAX_DEPTH,
     MAX_NODES,
     Functions,
-    Kind,
     Node,
     Op,
     Table,
@@ -26,46 +24,7 @@ from flashtune.core.expressions.nodes import (
 )
 from flashtune.core.expressions.text import functions_text, parse_functions
 from tests.support.fuzzing import fuzz_count
-
-PLACES = (Op.BATCH, Op.HEAD, Op.QUERY, Op.KEY)
-
-BINARY = (Op.ADD, Op.SUBTRACT, Op.MULTIPLY, Op.DIVIDE, Op.MINIMUM, Op.MAXIMUM)
-UNARY = (Op.TANH, Op.NEGATE, Op.ABS, Op.SIN, Op.COS, Op.ERF)
-OF_INTS = (Op.FLOOR_DIVIDE, Op.REMAINDER, Op.AND, Op.OR, Op.XOR, Op.SHIFT_LEFT, Op.SHIFT_RIGHT)
-COMPARED = (Op.LESS, Op.LESS_EQUAL, Op.EQUAL, Op.NOT_EQUAL)
-
-
-def random_functions(seed: int, steps: int = 14) -> Functions:
-    """Functions of random operations, with captured values."""
-    chance, builder = random.Random(seed), Builder()
-    builder.tables.append(Table(TableDtype.FP32, 1))
-    made = [builder.make(op) for op in (Op.SCORE, *PLACES, Op.INT_NUMBER, Op.FLOAT_NUMBER)]
-    made += [builder.constant(chance.randint(-3, 3)), builder.constant(chance.uniform(-2, 2))]
-    made.append(builder.make(Op.LOAD, made[2], value=0))
-    for _ in range(steps):
-        pick = [chance.choice(made[-6:] if chance.random() < 0.6 else made) for _ in range(3)]
-        kinds = {builder.kinds[place] for place in pick[:2]}
-        kind = chance.randrange(4)
-        if kind == 0 and Kind.BOOL not in kinds:
-            made.append(builder.promoted(chance.choice(BINARY), *pick[:2]))
-        elif kind == 1 and Kind.BOOL not in kinds:
-            made.append(builder.promoted(chance.choice(COMPARED), *pick[:2]))
-        elif kind == 2:
-            made.append(builder.where(builder.to_bool(pick[0]), pick[1], pick[2]))
-        elif builder.kinds[pick[0]] is Kind.FLOAT:
-            made.append(builder.make(chance.choice(UNARY), pick[0]))
-        elif kinds == {Kind.INT}:
-            divisor = builder.make(Op.MAXIMUM, builder.constant(2), pick[1])
-            count = builder.make(Op.MINIMUM, divisor, builder.constant(9))
-            op = chance.choice(OF_INTS)
-            is_shift = op in (Op.SHIFT_LEFT, Op.SHIFT_RIGHT)
-            made.append(builder.make(op, pick[0], count if is_shift else divisor))
-    floats = [place for place in made if builder.kinds[place] is Kind.FLOAT]
-    score = builder.make(Op.ADD, floats[-1], made[0])
-    masks = [place for place in made if builder.kinds[place] is Kind.BOOL and not builder.uses_score(place)]
-    functions, captures = builder.finish(score, masks[-1] if masks else -1)
-    assert captures.ints in ((), (0,))
-    return functions
+from tests.support.random_functions import FLOATS, INTS, PLACES, random_functions, random_tables
 
 
 def values(dtype: torch.dtype = torch.float64) -> Values:
@@ -73,7 +32,7 @@ def values(dtype: torch.dtype = torch.float64) -> Values:
     batch, head, query, key = (torch.arange(size) for size in (2, 3, 9, 11))
     return Values(
         batch[:, None, None, None], head[:, None, None], query[:, None], key,
-        torch.tensor([4]), torch.tensor([1.5]), (torch.rand(3),),
+        torch.tensor(INTS), torch.tensor(FLOATS), tuple(random_tables()),
         torch.randn(2, 3, 9, 11, dtype=dtype),
     )  # fmt: skip
 
@@ -81,33 +40,35 @@ def values(dtype: torch.dtype = torch.float64) -> Values:
 @pytest.mark.parametrize("seed", range(fuzz_count(40, 2000)))
 def test_random_functions(seed: int) -> None:
     """Text and JSON give back functions; derivatives are autograd's; errors and intervals are bounds."""
-    functions = random_functions(seed)
+    functions, ints, tables = random_functions(seed)
+    assert ints in ((), (0,))
     assert parse_functions(functions_text(functions)) == functions
     assert msgspec.json.decode(msgspec.json.encode(functions), type=Functions) == functions
     own = values()
+    own = own._replace(tables=tuple(own.tables[place] for place in tables))
     if functions.score >= 0:
         assert own.score is not None
         score = own.score.clone().requires_grad_()
         changed = evaluate(functions, own._replace(score=score), functions.score).expand_as(score)
         if changed.requires_grad:
             (exact,) = torch.autograd.grad(changed.sum(), score)
-            derivative = score_derivative(functions)
-            slope = torch.ones(()) if derivative is None else evaluate(derivative, own, derivative.score)
+            derived = derivatives(functions)
+            slope = torch.ones(()) if derived.slope < 0 else evaluate(derived, own, derived.slope)
             slope = slope.double().expand_as(exact)
             # At poles, the order of operations decides between NaN and infinity.
             regular = exact.isfinite() & slope.isfinite()
             # The factor of the derivative of erf is a float32.
             torch.testing.assert_close(slope[regular], exact[regular], atol=1e-6, rtol=1e-6)
         narrow = evaluate(functions, own._replace(score=own.score.float()), functions.score)
-        errors = error_terms(functions, own)
+        errors = error_terms(functions, own, functions.score)
         off = (narrow - changed.detach()).abs() / 2.0**-24
         # Infinite terms have no bounds.
         assert (off <= 2 * errors + 1e-6).logical_or(~off.isfinite() | errors.isnan()).all()
     places = {op: Interval(1, 5) for op in PLACES}
-    bounds = intervals(functions, places, [4], [1.5])
+    bounds = intervals(functions, places, INTS, FLOATS)
     batch, head, query, key = (torch.arange(1, 6).view(-1, *[1] * axis) for axis in range(4))
     score = torch.randn(5, 5, 5, 5, dtype=torch.float64)
-    near = Values(batch, head, query, key, own.ints, own.floats, (torch.rand(6),), score)
+    near = Values(batch, head, query, key, own.ints, own.floats, own.tables, score)
     for place, bound in enumerate(bounds):
         exact = evaluate(functions, near, place).double()
         assert ((exact >= bound.least - 1e-6) & (exact <= bound.greatest + 1e-6) | exact.isnan()).all()

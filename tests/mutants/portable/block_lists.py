@@ -3,15 +3,14 @@
 import msgspec
 
 from flashtune.core.problem import BlockLists, Causal
-from tests.mutants.core import Mutant, mutants_of
+from tests.mutants.core import Mutant, Part, mutants_of
 from tests.mutants.portable import backward_size as backward
 from tests.mutants.serving_size import FIRST_TOKENS, Size
 
 QUERY_BLOCK = "query_block = first_query // MASK_BLOCK"
 COUNT = "tl.load(block_counts + sequence * stride_counts_b + list_head * stride_counts_h + query_block)"
 PLACE = "block_indices + sequence * stride_indices_b + list_head * stride_indices_h"
-TEST = "is_listed(key_begin // MASK_BLOCK, block_list, block_count)"
-LIST_OF_QUERIES = "query_block = start // MASK_BLOCK"
+DELTA = Part("def delta(", "def backward_split(")
 IN_BLOCK = " + start - start // MASK_BLOCK * MASK_BLOCK"
 LAST = "listed_keys(tl.cdiv(n_max, MASK_BLOCK)"
 FULL = "listed_keys(n_full_max // MASK_BLOCK"
@@ -95,16 +94,24 @@ def gradient_lists(size: backward.Size) -> tuple[Mutant, ...]:
     plain = size.subject()
     subject = plain._replace(problem=msgspec.structs.replace(plain.problem, block_mask=128))
     return mutants_of(subject, (
-        ("keys: lists unread", TEST, "block_count >= 0", backward.KEYS, backward.LOOPS),
         ("keys: block of the tile's number",
-         TEST, TEST.replace("key_begin // MASK_BLOCK", "tile"), backward.KEYS, backward.LOOPS),
-        ("keys: list of the first queries",
-         LIST_OF_QUERIES, "query_block = start * 0", backward.KEYS, backward.LOOPS),
-        ("keys: count ignored", COUNT, "tl.cdiv(seqlen_kv, MASK_BLOCK)", backward.KEYS, backward.LOOPS),
+         "key_begin // MASK_BLOCK", "tl.minimum(tile, key_blocks - 1)", backward.KEYS),
+        ("keys: last listed block skipped",
+         "listed_tiles = listed", "listed_tiles = tl.maximum(listed - 1, 0)", backward.KEYS),
         ("keys: lists of the group's first head",
-         "list_head = head", "list_head = kv_head * group_size", backward.KEYS, backward.LOOPS),
+         "(first_list + member * key_blocks)", "first_list", backward.KEYS, backward.LOOPS + 1),
         ("keys: lists of the first sequence",
-         PLACE, PLACE.replace("sequence *", "0 *"), backward.KEYS, backward.LOOPS),
+         "first_list = (sequence *", "first_list = (0 *", backward.KEYS),
+        ("keys: count among the entries",
+         "queries_list + 1 + place", "queries_list + place", backward.KEYS, backward.LOOPS),
+        ("lists of queries: count ignored", "mask=place < lengths", "mask=place < key_blocks", DELTA),
+        ("lists of queries: last block of a list skipped",
+         "tl.range(0, tl.max(lengths, 0))", "tl.range(0, tl.max(lengths, 0) - 1)", DELTA),
+        ("lists of queries: counts of the first sequence",
+         "block_counts + sequence *", "block_counts + 0 *", DELTA),
+        ("lists of queries: those of the first sequence", PLACE, PLACE.replace("sequence *", "0 *"), DELTA),
+        ("lists of queries: those of the next head",
+         "item // key_blocks % list_heads", "(item // key_blocks + 1) % list_heads", DELTA),
         ("queries: count ignored", COUNT, "tl.cdiv(seqlen_kv, MASK_BLOCK)", backward.QUERIES),
         ("queries: lists of the next head",
          "list_head = head", "list_head = (head + 1) % heads", backward.QUERIES),

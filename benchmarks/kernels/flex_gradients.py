@@ -1,0 +1,215 @@
+"""GPU time of gradients of score and mask functions: flashtune and torch's compiled flex_attention.
+
+    python -m benchmarks.kernels.flex_gradients --save flex_gradients.json
+    python -m benchmarks.kernels.flex_gradients --functions alibi bias --head-dims 128 --seqlens 4096
+
+Gradients of q, k, v and captured tensors are first compared with torch's uncompiled function in float64, at
+1000 queries and keys. The error may be twice that of torch's compiled function. Then backward passes are
+interleaved in random order, with a cold L2 before each. Times are medians. Shapes have 16k tokens in bf16.
+Block masks have random blocks of 64 or 128, of which a share is visible. Needs a GPU.
+"""
+
+import argparse
+import random
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+import torch._functorch.config as compiling
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+import flashtune
+from benchmarks.saved import save
+from flashtune.dispatch.versions import driver_version
+from flashtune.tuner.execution.timing import measure_interleaved
+
+TOKENS, CHECKED, ROUNDS = 16_384, 1000, 21
+WINDOW, CAP = 1024, 20.0
+Function = Callable[..., Tensor]
+
+
+class Functions(NamedTuple):
+    """The functions of one case, and its captured tensors that require grad."""
+
+    score: Function | None = None
+    mask: Function | None = None
+    captured: tuple[Tensor, ...] = ()
+    size: int = 128  # Queries and keys of a block of the block mask.
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One case at one shape. Times are in milliseconds."""
+
+    function: str
+    heads: int
+    kv_heads: int
+    seqlen: int
+    head_dim: int
+    ours: float
+    theirs: float  # Of torch's compiled function.
+    error: float  # The largest error of a gradient over its largest element, at CHECKED queries.
+    their_error: float  # Likewise of torch's compiled function.
+
+    @property
+    def is_right(self) -> bool:
+        """Whether the error is at most twice theirs."""
+        return self.error <= 2 * self.their_error + 1e-4
+
+
+def cases(batch: int, heads: int, seqlen: int, device: torch.device) -> dict[str, Functions]:
+    """The functions, with captured tensors for these extents."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def trained(*shape: int) -> Tensor:
+        return torch.rand(shape, device=device, generator=generator).requires_grad_()
+
+    slopes, table, bias = trained(heads), trained(heads, 257), trained(seqlen, seqlen)
+    gates, temperatures = trained(batch, heads, seqlen), trained(heads)
+    documents = torch.arange(seqlen, device=device) * 7 // seqlen
+    blocks = {
+        f"blocks of {size}, {percent}%": Functions(mask=_blocks(size, percent, seqlen, generator), size=size)
+        for size in (64, 128)
+        for percent in (20, 60)
+    }
+    return {
+        "causal": Functions(mask=lambda b, h, q, k: q >= k),
+        "window": Functions(mask=lambda b, h, q, k: (q >= k) & (q - k < WINDOW)),
+        "alibi": Functions(lambda s, b, h, q, k: s - slopes[h] * (q - k).abs(), captured=(slopes,)),
+        "softcap": Functions(lambda s, b, h, q, k: CAP * torch.tanh(s / CAP)),
+        "relative bias": Functions(
+            lambda s, b, h, q, k: s + table[h, (q - k).clamp(-128, 128) + 128], captured=(table,)
+        ),
+        "bias": Functions(lambda s, b, h, q, k: s + bias[q, k], captured=(bias,)),
+        "documents": Functions(mask=lambda b, h, q, k: (documents[q] == documents[k]) & (q >= k)),
+        "gated scores": Functions(lambda s, b, h, q, k: s * torch.sigmoid(gates[b, h, q]), captured=(gates,)),
+        "temperature": Functions(lambda s, b, h, q, k: s / (0.5 + temperatures[h]), captured=(temperatures,)),
+        **blocks,
+    }
+
+
+def _blocks(size: int, percent: int, seqlen: int, generator: torch.Generator) -> Function:
+    count = -(-seqlen // size)
+    seen = torch.rand(count, count, device=generator.device, generator=generator) < percent / 100
+    seen |= torch.eye(count, dtype=torch.bool, device=generator.device)
+    return lambda b, h, q, k: seen[q // size, k // size]
+
+
+def main() -> None:
+    """Measures, prints, and writes the requested file."""
+    options = _options()
+    if not torch.cuda.is_available():
+        raise SystemExit("flex_gradients.py measures GPU time, and no GPU is visible here")
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, driver {driver_version()}")
+    # Backward passes run repeatedly with the same saved tensors.
+    compiling.donated_buffer = False
+    rows: list[Row] = []
+    shapes = [
+        (name, heads, seqlen, head_dim)
+        for name in options.functions
+        for head_dim in options.head_dims
+        for heads in options.heads
+        for seqlen in options.seqlens
+    ]
+    for name, (heads, kv_heads), seqlen, head_dim in shapes:
+        rows.append(measure(name, heads, kv_heads, seqlen, head_dim))
+        print(line(rows[-1]), flush=True)
+        if options.save:
+            save(options.save, rows)
+    speedups = torch.tensor([row.theirs / row.ours for row in rows], dtype=torch.float64)
+    wrong = sum(not row.is_right for row in rows)
+    mean = speedups.log().mean().exp()
+    print(f"{len(rows)} rows: geometric mean {mean:.2f}x, least {speedups.min():.2f}x, {wrong} wrong")
+
+
+def measure(name: str, heads: int, kv_heads: int, seqlen: int, head_dim: int) -> Row:
+    """Both implementations of a case in one run, after their comparison."""
+    torch.compiler.reset()
+    device = torch.device("cuda", 0)
+    theirs = torch.compile(flex_attention, dynamic=False)
+    errors = check(name, heads, kv_heads, head_dim, theirs, device)
+    batch = max(1, TOKENS // seqlen)
+    case = cases(batch, heads, seqlen, device)[name]
+    tensors = inputs(batch, heads, kv_heads, seqlen, head_dim, device)
+    runs = [backward(function, case, tensors) for function in (flashtune.flex_attention, theirs)]
+    order = random.Random(f"{name} {heads} {seqlen} {head_dim}").sample(range(2), 2)  # noqa: S311 - an order
+    measured = measure_interleaved([runs[place] for place in order], device, rounds=ROUNDS)
+    times = dict(zip(order, (measurement.ms for measurement in measured), strict=True))
+    return Row(name, heads, kv_heads, seqlen, head_dim, times[0], times[1], *errors)
+
+
+def check(
+    name: str, heads: int, kv_heads: int, head_dim: int, theirs: Function, device: torch.device
+) -> tuple[float, float]:
+    """The largest errors of the gradients of both implementations, relative to the largest elements."""
+    case = cases(2, heads, CHECKED, device)[name]
+    tensors = inputs(2, heads, kv_heads, CHECKED, head_dim, device)
+    wide = [tensor.detach().double().requires_grad_() for tensor in tensors]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        exact = backward(flex_attention, case, wide)()
+    largest = []
+    for function in (flashtune.flex_attention, theirs):
+        pairs = zip(backward(function, case, tensors)(), exact, strict=True)
+        largest.append(
+            max(float((own.double() - other).abs().max() / other.abs().max()) for own, other in pairs)
+        )
+    return largest[0], largest[1]
+
+
+def backward(function: Any, case: Functions, tensors: list[Tensor]) -> Callable[[], tuple[Tensor, ...]]:
+    """The backward pass alone, with the gradients of captured tensors."""
+    q, k, v = tensors
+    mask = None
+    if case.mask is not None:
+        extents = None, None, q.shape[2], k.shape[2]
+        mask = create_block_mask(case.mask, *extents, device=q.device, BLOCK_SIZE=case.size)
+    out = function(q, k, v, case.score, mask, enable_gqa=q.shape[1] > k.shape[1])
+    generator = torch.Generator(q.device).manual_seed(2)
+    dout = torch.randn(out.shape, device=q.device, generator=generator).to(torch.bfloat16).to(out.dtype)
+    return lambda: torch.autograd.grad(out, (*tensors, *case.captured), dout, retain_graph=True)
+
+
+def inputs(
+    batch: int, heads: int, kv_heads: int, seqlen: int, head_dim: int, device: torch.device
+) -> list[Tensor]:
+    """Random queries, keys and values that require grad."""
+    generator = torch.Generator(device).manual_seed(1)
+    return [
+        torch.randn(batch, count, seqlen, head_dim, dtype=torch.bfloat16, device=device, generator=generator)
+        .requires_grad_()
+        for count in (heads, kv_heads, kv_heads)
+    ]  # fmt: skip
+
+
+def line(row: Row) -> str:
+    """A row as it is printed."""
+    shape = f"{row.heads}/{row.kv_heads} heads, S={row.seqlen}, D={row.head_dim}"
+    verdict = "" if row.is_right else f"; WRONG: error {row.error:.2g} of {row.their_error:.2g}"
+    speedup = row.theirs / row.ours
+    return f"{row.function}, {shape}: {row.ours:.3f} ms of {row.theirs:.3f} ({speedup:.2f}x){verdict}"
+
+
+def _heads(text: str) -> tuple[int, int]:
+    heads, kv_heads = map(int, text.split("/"))
+    return heads, kv_heads
+
+
+def _options() -> argparse.Namespace:
+    names = [*cases(1, 1, 1, torch.device("cpu"))]
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--functions", nargs="+", choices=names, default=names, metavar="NAME")
+    parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128])
+    parser.add_argument("--seqlens", type=int, nargs="+", default=[4096, 16_384])
+    parser.add_argument("--heads", type=_heads, nargs="+", default=[(16, 16), (32, 8)], metavar="Q/KV")
+    parser.add_argument("--save", type=Path, help="write the rows as JSON")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
