@@ -14,6 +14,9 @@ from flashtune.core import VERSION
 from flashtune.core.errors import BundleError, FlashtuneError
 from flashtune.launch.bundles import FILE, PACKAGE
 
+# The most that a package may have, so that it is downloaded in seconds.
+MAX_BYTES = 40_000_000
+
 PROJECT = """\
 [build-system]
 requires = ["setuptools>=77"]
@@ -39,6 +42,11 @@ def make_wheel(file: Path, out: Path) -> str:
         raise BundleError(
             f"{file} was written by flashtune {written}, and flashtune {VERSION} uses none of its kernels: "
             "build it again"
+        )
+    if file.stat().st_size > MAX_BYTES:
+        raise BundleError(
+            f"{file} has {file.stat().st_size / 1e6:.1f} MB, and a wheel of kernels has at most "
+            f"{MAX_BYTES / 1e6:g} MB: build it of fewer shapes (flashtune/tuner/tables/bundles.py)"
         )
     bundle.check_all()
     entries = [*bundle.entries()]

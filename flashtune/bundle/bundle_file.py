@@ -23,6 +23,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -49,6 +50,9 @@ FILTER = {
     "lc": 0, "lp": 3, "pb": 4,
 }  # fmt: skip
 COMPRESSION = {"format": lzma.FORMAT_ALONE, "filters": [FILTER]}
+# Entries are texts of numbers and digests, each compressed alone.
+TEXT_FILTER = FILTER | {"dict_size": 2**16, "lp": 0, "pb": 0}
+TEXT_COMPRESSION = COMPRESSION | {"filters": [TEXT_FILTER]}
 AGAIN = "build or download it again"
 
 
@@ -191,7 +195,8 @@ def dump_bundle(arch: str, version: str, entries: Iterable[Entry], codes: Mappin
     by_kernel = {entry.kernel: check_entry(entry) for entry in entries}
     frames, kernels = Frames(), sorted(by_kernel)
     shared = _groups(by_kernel.values(), codes)
-    entry_frames = frames.add(msgspec.json.encode(by_kernel[kernel]) for kernel in kernels)
+    texts = (msgspec.json.encode(by_kernel[kernel]) for kernel in kernels)
+    entry_frames = frames.add(texts, TEXT_COMPRESSION)
     groups = frames.add(b"".join(codes[sha256] for sha256 in group) for group in shared)
     pieces = {}
     for number, group in enumerate(shared):
@@ -227,7 +232,9 @@ def joined(
             new = own.get(entry.kernel)
             frame = bundle.index.entries[entry.kernel]
             entries[entry.kernel] = (
-                frames.add([msgspec.json.encode(new)])[0] if new else frames.copy(bundle, frame)
+                frames.add([msgspec.json.encode(new)], TEXT_COMPRESSION)[0]
+                if new
+                else frames.copy(bundle, frame)
             )
             for stage in entry.stages:
                 sources.setdefault(stage.code, bundle)
@@ -259,11 +266,11 @@ class Frames:
         self.packed: list[bytes] = []
         self.size = 0
 
-    def add(self, contents: Iterable[bytes]) -> tuple[Frame, ...]:
+    def add(self, contents: Iterable[bytes], options: Mapping[str, Any] = COMPRESSION) -> tuple[Frame, ...]:
         """Compresses frames, several at once: the compressor releases the interpreter's lock."""
         listed = [*contents]
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-            packed = pool.map(lambda content: lzma.compress(content, **COMPRESSION), listed)  # type: ignore[arg-type]
+            packed = pool.map(lambda content: lzma.compress(content, **options), listed)
             return tuple(
                 self._placed(
                     Frame(0, len(compressed), len(content), hashlib.sha256(content).hexdigest()), compressed

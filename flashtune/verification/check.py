@@ -33,14 +33,12 @@ from flashtune.verification.cases import Case, Level, splits_of
 from flashtune.verification.comparison import Finding
 from flashtune.verification.inputs.prepared import next_seed
 from flashtune.verification.passes import case_findings, forget, planned_cases
-from flashtune.verification.probes import Probe
+from flashtune.verification.probes import INVARIANCE, Probe
 
 if TYPE_CHECKING:
     from flashtune.launch.bundle_binding import BundledBinary
 
 INTERPRETER = "interpreter"
-# The name of the comparison of rows between calls, among the probes of a verdict.
-INVARIANCE = "invariance"
 # The ratio that a verdict stores for a result that is not finite. JSON has no infinity.
 NOT_FINITE = 1e9
 

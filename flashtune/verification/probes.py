@@ -72,6 +72,8 @@ class Probe(enum.StrEnum):
 
 # The probes of a passed verdict at every level, for every problem.
 EVERY_LEVEL = frozenset({Probe.RANDOM, Probe.FAR_BELOW, Probe.NEEDLE, Probe.LAST, Probe.RISING})
+# The comparison of rows between calls, which verdicts of batch-invariant kernels name too.
+INVARIANCE = "invariance"
 
 
 class Values(NamedTuple):

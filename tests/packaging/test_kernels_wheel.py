@@ -12,6 +12,7 @@ from flashtune.core import VERSION
 from flashtune.core.errors import BundleError
 from flashtune.core.target import find_target
 from flashtune.tuner.analysis.doctor import Level, bundles
+from scripts import kernels_wheel
 from scripts.kernels_wheel import make_wheel
 from tests.bundle.conftest import make_entry
 
@@ -49,3 +50,9 @@ def test_bundle_of_an_installed_wheel_is_found(tmp_path: Path, monkeypatch: pyte
 def test_bundle_of_another_release_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BundleError, match=r"was written by flashtune 0\.0, .* build it again"):
         make_wheel(bundle_file(tmp_path, "0.0"), tmp_path)
+
+
+def test_bundle_above_the_limit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels_wheel, "MAX_BYTES", 100)
+    with pytest.raises(BundleError, match=r"MB, and a wheel of kernels has at most .*: build it of fewer"):
+        make_wheel(bundle_file(tmp_path, VERSION), tmp_path)

@@ -10,7 +10,7 @@ from flashtune.core.problem import Dtype, Problem, product_widths
 from flashtune.core.record import Outcome, Provenance, Record, Resources
 from flashtune.core.target import Target
 from flashtune.runtime.unfused import standard_hbm_items
-from flashtune.templates.family import BytesItem, unsupported_reason
+from flashtune.templates.family import BytesItem, NumericOrder, unsupported_reason
 from flashtune.templates.registry import families
 from flashtune.templates.rendering import render
 from flashtune.tuner.binary.resources import Occupancy, occupancy, read_resources
@@ -69,15 +69,17 @@ class Rival(msgspec.Struct, frozen=True):
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     """The output of `flashtune explain` for one problem on one target.
 
-    `tuned_for` names the shape of the tuned config, if there is one. `ms` is the stored time of the selected
-    kernel, if there is one. `compile_error` is the reason if there are no `resources`. `occupancy` follows
-    from them. `candidates` are ranked by time. `failures` counts the other stored candidates by outcome.
+    `order` is that of a batch-invariant kernel. `tuned_for` names the shape of the tuned config, if there is
+    one. `ms` is the stored time of the selected kernel, if there is one. `compile_error` is the reason if
+    there are no `resources`. `occupancy` follows from them. `candidates` are ranked by time. `failures`
+    counts the other stored candidates by outcome.
     """
 
     problem: Problem
     target: str
     family: str
     config: Config
+    order: NumericOrder | None
     source: str
     tuned_for: str | None
     ms: float | None
@@ -105,6 +107,7 @@ def explain(chosen: Chosen, records: tuple[Record, ...]) -> Explanation:
         target=target.name,
         family=chosen.family.name,
         config=chosen.config,
+        order=chosen.family.numeric_order(problem, chosen.config) if problem.batch_invariant else None,
         source=chosen.source,
         tuned_for=chosen.tuned_for.key if chosen.tuned_for else None,
         ms=chosen.record.ms if chosen.record else None,

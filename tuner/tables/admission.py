@@ -37,7 +37,7 @@ from flashtune.templates.registry import families, find_family, template_hash
 from flashtune.templates.rendering import render
 from flashtune.tuner.binary.resources import overflow
 from flashtune.verification.lengths import is_ragged, usual_lengths
-from flashtune.verification.probes import EVERY_LEVEL
+from flashtune.verification.probes import EVERY_LEVEL, INVARIANCE
 
 # More sequences than in any tuned shape. Sampling their lengths takes 5 ms.
 MAX_SEQUENCES = 2**13
@@ -66,8 +66,21 @@ def require_admissible(records: Iterable[Record], where: str) -> None:
 def require_sound_evidence(table: TunedTable, where: str) -> None:
     """Raises if a receipt of an installed template lacks probes."""
     templates = {template_hash(family.name) for family in families()}
+    # Receipts are of kernels with and without the log-sum-exp.
+    digests = {
+        _digest(
+            record.family,
+            record.problem.computation,
+            record.config,
+            msgspec.structs.replace(record.specialization, lse=lse),
+        )
+        for record in table.records
+        if record.problem.batch_invariant and record.config is not None
+        for lse in (False, True)
+    }
     for position, receipt in enumerate(table.receipts, start=1):
-        if receipt.versions.template in templates and (flaw := _probe_flaw(receipt.verdict)):
+        flaw = _probe_flaw(receipt.verdict, batch_invariant=receipt.digest in digests)
+        if flaw and receipt.versions.template in templates:
             raise TableError(f"{where}, receipt {position} cannot be used: it {flaw}")
 
 
@@ -296,12 +309,13 @@ def receipt_flaw(record: Record) -> str:
         return f"has a receipt of another GPU: {record.verdict.device!r}"
     # Kernels of other template versions are verified again in any case.
     installed = record.versions.template == template_hash(record.family)
-    return _probe_flaw(record.verdict) if installed else ""
+    return _probe_flaw(record.verdict, record.problem.batch_invariant) if installed else ""
 
 
-def _probe_flaw(verdict: Verdict) -> str:
+def _probe_flaw(verdict: Verdict, batch_invariant: bool) -> str:
     """Returns which probes a passed verdict lacks that every level of verification has, or an empty text."""
-    missing = EVERY_LEVEL - set(verdict.probes or ())
+    needed = EVERY_LEVEL | {INVARIANCE} if batch_invariant else EVERY_LEVEL
+    missing = needed - set(verdict.probes or ())
     if not verdict.passed or not missing:
         return ""
     return f"has a receipt without the probes {', '.join(sorted(missing))}: verify its kernel again"

@@ -49,6 +49,25 @@ DECODE_FEATURES = ("", "page_size=16", "page_size=64", "page_size=256", "kv_leng
 SEED, PLAIN_SHAPES, FEATURE_SHAPES = 43, 40, 4
 # More random shapes of a forward pass with a feature: its configs differ most. Without a log-sum-exp.
 FORWARD_SHAPES = 24
+# Random shapes of few queries over many keys, with splits. The numbers of splits depend on tiles and keys.
+COMMON_DIMS, OTHER_DIMS = "head_dim=64|128|256", "head_dim=32|80|96|160|192"
+SPLITS = (
+    (f"{COMMON_DIMS},dtype=bf16|fp16", 160),
+    (f"{OTHER_DIMS},dtype=bf16", 100),
+    ("head_dim=64|128,dtype=fp32", 80),
+    ("head_dim=128,dtype=bf16,page_size=16", 80),
+)
+SPLIT_HEADS = ((8, 1), (32, 8), (64, 8), (32, 32), (16, 2), (28, 4), (40, 8), (8, 8), (16, 16), (32, 4))
+# Decoding, chunks and prompts of batch-invariant kernels.
+DECODED, CHUNKED = "seqlen_q=1|32,seqlen_kv=1024|4096|65536", "seqlen_q=100|512,seqlen_kv=2048|16384"
+PROMPTS = "seqlen=2048|8192"
+INVARIANT = (
+    *((f"{COMMON_DIMS},dtype=bf16|fp16", "8|16|32|64", lengths) for lengths in (DECODED, CHUNKED, PROMPTS)),
+    (f"{OTHER_DIMS},dtype=bf16", "32", DECODED),
+    (f"{OTHER_DIMS},dtype=bf16", "32", "seqlen=4096"),
+    ("head_dim=64|128,dtype=bf16,page_size=16,packed=1024", "8|32|64", DECODED),
+    ("head_dim=128,dtype=bf16,kv_lengths", "8|32|64", DECODED),
+)
 # Types of outputs of packed calls.
 CLEARED = (torch.bfloat16, torch.float16, torch.float32)
 UNALIGNED = Specialization(Alignment.ANY)
@@ -81,6 +100,7 @@ def table_calls(table: TunedTable) -> Iterator[Call]:
 def coverage_calls() -> Iterator[Call]:
     """Yields calls of untuned shapes: head dims, types and single features, both passes.
 
+    There are also few queries over many keys, of which kernels split the keys, and batch-invariant calls.
     Tensors are aligned and unaligned. Those of random shapes, and float32 tensors with a feature, are only
     aligned. With a feature, no gradient of a log-sum-exp is taken.
     """
@@ -102,6 +122,21 @@ def coverage_calls() -> Iterator[Call]:
         for _ in range(FORWARD_SHAPES):
             text = f"{_drawn(drawn)},{HEAD_DIMS},causal=none|bottom_right,dtype=bf16"
             yield from calls_of(parse_shape(f"{text},{feature}"))
+    yield from _split_calls(drawn)
+    for rest, heads, lengths in INVARIANT:
+        text = f"heads={heads},kv_heads=8,batch=1|16,{lengths},causal=bottom_right"
+        yield from calls_of(parse_shape(f"{text},{rest},batch_invariant"))
+
+
+def _split_calls(drawn: random.Random) -> Iterator[Call]:
+    """Yields calls of few queries over many keys, aligned and without a log-sum-exp."""
+    for rest, count in SPLITS:
+        for _ in range(count):
+            heads, kv_heads = drawn.choice(SPLIT_HEADS)
+            queries, keys = round(2 ** drawn.uniform(4.1, 9)), round(2 ** drawn.uniform(11, 17))
+            text = f"heads={heads},kv_heads={kv_heads},batch={drawn.choice((1, 1, 1, 2, 4, 8))}"
+            text = f"{text},seqlen_q={queries},seqlen_kv={keys},causal=bottom_right"
+            yield from calls_of(parse_shape(f"{text},{rest}"))
 
 
 def _calls(shapes: Iterable[tuple[str, str]], assumed: Specialization | None = None) -> Iterator[Call]:

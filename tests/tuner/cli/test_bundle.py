@@ -1,6 +1,8 @@
 """Tests of `flashtune bundle`: builds are reproducible, and files are checked before they are used."""
 
 import json
+import random
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +14,22 @@ from flashtune.bundle.bundle_file import dump_bundle
 from flashtune.bundle.records import Receipt
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Problem
+from flashtune.core.record import Record
 from flashtune.core.target import find_target
 from flashtune.db.table import shipped_table
+from flashtune.dispatch.lookup import select
 from flashtune.launch.binding import compile_binary
 from flashtune.launch.bundle_entries import entry_of
+from flashtune.launch.bundles import recipe_of
 from flashtune.tuner.tables import bundles
 from flashtune.tuner.tables.bundles import coverage_calls, table_calls
+from flashtune.tuner.tables.warm import Call, calls_of, tables_with
+from flashtune.tuner.workloads.shapes import parse_shape
 from tests.bundle.conftest import VERDICT, make_entry
 from tests.support.golden_kernels import KERNELS, problem_of
 from tests.tuner.cli.conftest import Run
 
+H200 = find_target("h200")
 SHAPE = "heads=8,seqlen=512,head_dim=64"
 
 
@@ -77,7 +85,7 @@ def test_other_gpus_and_their_tables_are_refused(run: Run, tmp_path: Path) -> No
 @pytest.mark.slow
 def test_comments_and_paths_do_not_change_machine_code() -> None:
     name = "kv_outer_bf16_d64"
-    kernel, problem, h200 = KERNELS[name](), problem_of(name), find_target("h200")
+    kernel, problem, h200 = KERNELS[name](), problem_of(name), H200
     commented = msgspec.structs.replace(
         kernel, family="commented", source="# A comment.\n" * 9 + kernel.source
     )
@@ -97,7 +105,53 @@ def test_default_bundle_covers_the_table_and_untuned_shapes() -> None:
     assert {(problem.is_backward, assumed.lse) for problem, assumed in calls} == {
         (backward, lse) for backward in (False, True) for lse in (False, True)
     }
-    assert all(len(problem.features) <= 1 for problem, _ in calls)
+    assert all(problem.batch_invariant or len(problem.features) <= 1 for problem, _ in calls)
+
+
+def recipes(calls: Iterable[Call]) -> list[tuple[str, Record]]:
+    """The recipe and the record of the kernel that dispatch chooses for each call."""
+    tables = tables_with(H200, [])
+    records = (
+        (select(each, H200, tables, tensors, generated=True).record, tensors) for each, tensors in calls
+    )
+    return [(recipe_of(record, tensors), record) for record, tensors in records]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("shape", "family", "least"),
+    [
+        ("head_dim=128,dtype=bf16", "forward_hopper", 0.8),
+        ("head_dim=96,dtype=bf16", "forward_hopper", 0.5),
+        ("head_dim=128,dtype=fp32", "forward_masked", 0.8),
+        ("head_dim=128,dtype=bf16,page_size=16", "forward_hopper", 0.6),
+    ],
+)
+def test_default_bundle_splits_the_keys_of_few_queries(shape: str, family: str, least: float) -> None:
+    (like,) = parse_shape(f"heads=8,seqlen=64,causal=bottom_right,{shape}")
+    computation, few = like.computation, range(17, 513)
+
+    def split(calls: Iterable[Call]) -> list[str]:
+        alike = ((p, t) for p, t in calls if p.computation == computation and p.seqlen_q in few and not t.lse)
+        chosen = ((recipe, r) for recipe, r in recipes(alike) if r.family == family)
+        return [recipe for recipe, record in chosen if getattr(record.config, "num_splits", 1) > 1]
+
+    covered = set(split(coverage_calls()))
+    # Other random shapes.
+    others = split(bundles._split_calls(random.Random(7)))
+    assert len(others) > 10
+    assert sum(recipe in covered for recipe in others) > least * len(others)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_default_bundle_has_batch_invariant_kernels(dtype: str) -> None:
+    invariant = [call for call in coverage_calls() if call[0].batch_invariant and call[0].head_dim == 128]
+    covered = {recipe for recipe, _ in recipes(invariant)}
+    lengths = "seqlen_q=1,seqlen_kv=1500|30000", "seqlen_q=256,seqlen_kv=9000", "seqlen=5000"
+    for length in lengths:
+        text = f"heads=32,kv_heads=8,batch=2,{length},head_dim=128,dtype={dtype},causal=bottom_right"
+        chosen = recipes(calls_of(parse_shape(f"{text},batch_invariant")))
+        assert [record.problem.key for recipe, record in chosen if recipe not in covered] == []
 
 
 def test_verification_without_a_gpu_is_one_sentence(run: Run, tmp_path: Path) -> None:

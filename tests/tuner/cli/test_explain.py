@@ -70,6 +70,14 @@ def test_explain_uses_the_default_without_a_database(
     assert not (tmp_path / "flashtune.sqlite").exists()
 
 
+def test_explain_names_the_order_of_a_batch_invariant_kernel(run: Run, compiler: mock.Mock) -> None:
+    shape = "heads=8,seqlen=512,head_dim=256,batch_invariant"
+    arguments = ("explain", "--shape", shape, "--target", "h200")
+    (explained,) = json.loads(run(*arguments, "--json").stdout)
+    assert explained["order"] | {"split_keys": 2048, "block_n": 64} == explained["order"]
+    assert "Order of arithmetic: split_keys=2048, block_n=64" in run(*arguments).stdout
+
+
 def test_explain_accepts_a_config(run: Run, stored: Stored, shape: str, compiler: mock.Mock) -> None:
     arguments = ("explain", "--shape", shape, "--target", "h200", "--json", "--config", "block_n=32")
     (told,) = json.loads(run(*arguments).stdout)

@@ -9,23 +9,28 @@ import pytest
 
 from flashtune import testing
 from flashtune.core.errors import TableError
-from flashtune.core.kernel import Alignment
+from flashtune.core.kernel import Alignment, Specialization
 from flashtune.core.mask_sharing import MaskSharing
 from flashtune.core.problem import Bias, Dtype
 from flashtune.core.record import PeerTime, Provenance, Record, SharedTime
 from flashtune.core.target import TARGETS, find_target
-from flashtune.db.codec import decode_record, encode_record
+from flashtune.db.codec import Check, decode_record, encode_record
 from flashtune.db.errors import UnreadableRecord
 from flashtune.db.store import open_store
 from flashtune.db.table import TunedTable, dump_table, shipped_table
-from flashtune.templates.registry import template_hash
+from flashtune.templates.registry import find_family, template_hash
 from flashtune.tuner.tables import admission
-from flashtune.tuner.tables.admission import facts_of, least_ms, why_refused
+from flashtune.tuner.tables.admission import (
+    facts_of,
+    least_ms,
+    require_sound_evidence,
+    why_refused,
+)
 from flashtune.tuner.tables.table_files import import_tables, json_table, kernel_files, triton_configs
 from flashtune.tuner.tables.table_receipts import part_of
 from flashtune.tuner.verify.record_checks import verify_records
 from flashtune.tuner.workloads.shapes import parse_shape
-from flashtune.verification.probes import EVERY_LEVEL
+from flashtune.verification.probes import EVERY_LEVEL, INVARIANCE
 from flashtune.verification.shapes import Tile, shapes_of
 from tests.support.records import shipped_table_of
 
@@ -243,6 +248,26 @@ def test_receipts_without_probes_are_refused(tmp_path: Path) -> None:
     path.write_bytes(dump_table(msgspec.structs.replace(whole, receipts=(bare_receipt,))))
     with pytest.raises(TableError, match="receipt 1 cannot be used"):
         import_tables([path], str(tmp_path / "db.sqlite"))
+
+
+def test_receipts_of_batch_invariant_kernels_name_their_probe(tmp_path: Path) -> None:
+    (problem,) = parse_shape("heads=8,seqlen=512,head_dim=64,dtype=bf16,batch_invariant")
+    config = find_family("forward_hopper").default(problem, H200)
+    other = shipped("forward_hopper")
+    plain = msgspec.structs.replace(
+        other, problem=problem, config=config, specialization=Specialization(), measurement=None
+    )
+    record = msgspec.structs.replace(plain, kernel=admission.digest_of(plain), resources=None)
+    assert "without the probes invariance" in why_refused(record)
+    proven = changed(record, "verdict", probes=(*EVERY_LEVEL, INVARIANCE))
+    assert why_refused(proven) == ""
+    with_lse = msgspec.structs.replace(proven, specialization=Specialization(lse=True))
+    digest, verdict = admission.digest_of(with_lse), record.verdict
+    assert verdict is not None
+    receipt = Check(digest=digest, target=H200.name, versions=record.versions, verdict=verdict)
+    table = TunedTable(target=H200.name, records=(proven,), receipts=(receipt,))
+    with pytest.raises(TableError, match=r"receipt 1 cannot be used: .* without the probes invariance"):
+        require_sound_evidence(table, "table")
 
 
 def test_every_check_has_the_probes_that_receipts_must_have() -> None:

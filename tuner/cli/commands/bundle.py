@@ -109,8 +109,9 @@ def build_bundle(
     """Compile kernels for a GPU into one file. No GPU is needed.
 
     The kernels are those that dispatch would choose for the named shapes and tables. By default, they are
-    those of the shipped table, and of untuned shapes with each head dim, type and single feature. They get
-    the receipts of `db/receipts` for the same machine code.
+    those of the shipped table, and of untuned shapes with each head dim, type and single feature. There are
+    also kernels that split many keys of few queries, and batch-invariant ones. They get the receipts of
+    `db/receipts` for the same machine code.
 
     Two builds by the same Triton give the same bytes, except for some float32 kernels. Triton does not
     reproduce their machine code.

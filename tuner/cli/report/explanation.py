@@ -13,6 +13,8 @@ def print_explanation(out: Console, explanation: Explanation, top: int) -> None:
     """Prints one explanation with the best `top` candidates."""
     print_heading(out, f"{explanation.problem.key} on {explanation.target}")
     out.print(plain(f"{explanation.family}: {explanation.config.label()}"))
+    if explanation.order is not None:
+        out.print(plain(f"Order of arithmetic: {explanation.order}"))
     out.print(plain(_origin(explanation)))
     out.print()
     out.print(_sram_table(explanation.sram))
