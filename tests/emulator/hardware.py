@@ -129,8 +129,12 @@ def _quotient(one: Any, other: Any) -> Tensor:
     return Tensor(floor + ((rest != 0) & (floor < 0)))
 
 
-Tensor.__floordiv__ = _quotient  # type: ignore[attr-defined]
-Tensor.__rfloordiv__ = lambda own, other: _quotient(other, own)  # type: ignore[attr-defined]
+def _quotient_from(own: Any, other: Any) -> Tensor:
+    return _quotient(other, own)
+
+
+for _name, _function in (("__floordiv__", _quotient), ("__rfloordiv__", _quotient_from)):
+    setattr(Tensor, _name, _function)
 
 
 def as_word(value: Any) -> Tensor:

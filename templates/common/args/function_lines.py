@@ -242,7 +242,8 @@ class Writer:
         """Returns the text of an element of a captured tensor, from those of its indices."""
         node = self.functions.nodes[place]
         strides = [f" * stride_{node.value}_{axis}" for axis in range(len(operands))]
-        loaded = f"{self.language}.load({TABLES[node.value]}{''.join(self.offsets(place, operands, strides))})"
+        offset = "".join(self.offsets(place, operands, strides))
+        loaded = f"{self.language}.load({TABLES[node.value]}{offset})"
         kind = self.functions.kinds[place]
         return f"({loaded} != 0)" if kind is Kind.BOOL else f"{loaded}.to({self.types[kind]})"
 

@@ -157,14 +157,15 @@ def test_repeated_calls_see_changes() -> None:
     table = torch.rand(4)
     assert record().side.table_0 is table
     blocks.kv_num_blocks.zero_()
-    assert int(record().side.block_counts.sum()) == int(blocks.full_kv_num_blocks.sum())
+    counts = record().side.block_counts
+    assert counts is not None
+    assert int(counts.sum()) == int(torch.as_tensor(blocks.full_kv_num_blocks).sum())
     other = flex.create_block_mask(mask, None, None, 64, 64, device="cpu", BLOCK_SIZE=64)
     assert record(blocks=other).side.block_counts is not record().side.block_counts
     before = record(in_list, None).side
     shift[0] = 2.5
     assert float(record(in_list, None).side.function_floats[0]) == 2.5 != float(before.function_floats[0])
-    with pytest.raises(ProblemError, match="no backward pass"):
-        record(q=q.clone().requires_grad_())
+    assert record(q=q.clone().requires_grad_()).q.requires_grad
 
 
 def test_tensors_computed_by_functions_are_computed_again() -> None:

@@ -122,7 +122,7 @@ def test_results_are_those_of_torch(name: str, layout: str) -> None:
 @pytest.mark.parametrize("seed", range(fuzz_count(20, 500)))
 def test_random_functions(seed: int) -> None:
     functions = random_functions(seed)
-    tensors = inputs(2)
+    tensors = tuple(inputs(2))
     table = torch.rand(HEADS)
     side = NO_EXTRA_INPUTS._replace(
         function_ints=torch.tensor(
@@ -142,8 +142,8 @@ def test_random_functions(seed: int) -> None:
     results = emulated(problem, ALONE, tensors, side)
     scores = tensors[0].double() @ tensors[1].double().repeat_interleave(2, 1).mT * WIDTH**-0.5
     extents = (BATCH, (-1, 1, 1, 1)), (HEADS, (-1, 1, 1)), (QUERIES, (-1, 1)), (KEYS, (-1,))
-    places = [torch.arange(extent).view(shape) for extent, shape in extents]
-    own = Values(*places, torch.tensor([4]), torch.tensor([1.5]), (table,), scores)
+    batch, head, query, key = (torch.arange(extent).view(shape) for extent, shape in extents)
+    own = Values(batch, head, query, key, torch.tensor([4]), torch.tensor([1.5]), (table,), scores)
     if functions.score >= 0:
         scores = evaluate(functions, own, functions.score).expand_as(scores)
     if functions.mask >= 0:
