@@ -105,7 +105,8 @@ def _operator(name: str) -> Callable[..., Tensor]:
     return operate
 
 
-COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne", "and", "or", "xor", "rshift")
+COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
+BITS = ("and", "or", "xor", "lshift", "rshift", "rand", "ror", "rxor", "rlshift", "rrshift")
 ARITHMETIC = (
     "add",
     "sub",
@@ -119,7 +120,7 @@ ARITHMETIC = (
     "rtruediv",
     "rfloordiv",
 )
-for _name in (*COMPARISONS, *ARITHMETIC):
+for _name in (*COMPARISONS, *BITS, *ARITHMETIC):
     setattr(Tensor, f"__{_name}__", _operator(f"__{_name}__"))
 
 

@@ -7,6 +7,7 @@ numbers are float64, so that the emulator finds neither races nor rounding error
 
 import ast
 import functools
+import math
 import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -187,6 +188,10 @@ class Program:
             exp2=of_one(np.exp2),
             exp=of_one(np.exp),
             log=of_one(np.log),
+            sin=of_one(np.sin),
+            cos=of_one(np.cos),
+            sqrt=of_one(np.sqrt),
+            erf=of_one(lambda value: np.vectorize(math.erf, otypes=[float])(value)[()]),
             zeros_like=of_one(np.zeros_like),
             abs=of_one(np.abs),
             log2=of_one(np.log2),

@@ -76,7 +76,7 @@ CASES = {
     "rows": Case(lambda s, b, h, q, k: s + (ROWS_Q[b, q] * ROWS_K[h, k]).sum(-1)),
     "tiles": Case(mask=lambda b, h, q, k: (TILES[q // 32] == (k // 32).unsqueeze(-1)).any(-1)),
     "waves": Case(
-        lambda s, b, h, q, k: torch.sin(s) + torch.cos(s * b) - torch.tan(s / 9) + torch.sqrt(abs(s) + 1)
+        lambda s, b, h, q, k: torch.sin(s) + torch.cos(s * b) - torch.tan(s / 900) + torch.sqrt(abs(s) + 1)
     ),
     "activation": Case(lambda s, b, h, q, k: torch.log(ACTIVATE(s) + 1)),
     "nothing visible": Case(mask=lambda b, h, q, k: (q < 70) & (k < 100)),

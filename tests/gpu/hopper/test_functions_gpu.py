@@ -13,11 +13,11 @@ from flashtune.core.target import device_target
 from flashtune.request.functions.tracing import trace
 from flashtune.verification.cases import Level
 from flashtune.verification.check import check_kernel
-from tests.core.expressions.test_expressions import random_functions
 from tests.gpu.marks import ON_HOPPER
 from tests.interpreter.test_flex_attention import CASES
 from tests.problems.hopper import FAMILY
 from tests.support.fuzzing import fuzz_count
+from tests.support.random_functions import random_functions
 
 pytestmark = [pytest.mark.gpu, ON_HOPPER]
 
@@ -45,7 +45,8 @@ def test_kernels_pass_the_verification(name: str, head_dim: int) -> None:
 
 @pytest.mark.parametrize("seed", range(fuzz_count(20, 500)))
 def test_random_functions_pass_the_verification(seed: int) -> None:
-    verdict = verdict_of(random_functions(seed), 64, 0)
+    functions, _, _ = random_functions(seed)
+    verdict = verdict_of(functions, 64, 0)
     assert verdict.passed, verdict
 
 

@@ -12,15 +12,13 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from flashtune.core.block_mask import BLOCK_SIZE
 from flashtune.core.expressions.evaluation import Values, evaluate
-from flashtune.core.expressions.nodes import Op
 from flashtune.core.expressions.text import parse_functions
 from flashtune.core.features.functions import function_tensors, integers_of
-from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
+from flashtune.core.features.records import NO_EXTRA_INPUTS, TABLES, ExtraInputs
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Dtype, Problem
 from flashtune.request.functions.call import flex_call
 from flashtune.templates.rendering import render
-from tests.core.expressions.test_expressions import random_functions
 from tests.emulator.block_lists import lists_of_blocks
 from tests.emulator.program import emulate
 from tests.interpreter.test_flex_attention import (
@@ -36,6 +34,7 @@ from tests.interpreter.test_flex_attention import (
 from tests.problems.hopper import FAMILY, a_config
 from tests.problems.plain_masks import largest_error
 from tests.support.fuzzing import fuzz_count
+from tests.support.random_functions import FLOATS, INTS, random_functions, random_tables
 
 ALONE = {
     "num_consumer_groups": 1, "rows_per_group": 64, "block_n": 64, "num_stages": 3, "q_stages": 2,
@@ -121,15 +120,14 @@ def test_results_are_those_of_torch(name: str, layout: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(fuzz_count(20, 500)))
 def test_random_functions(seed: int) -> None:
-    functions = random_functions(seed)
+    functions, ints, order = random_functions(seed)
     tensors = tuple(inputs(2))
-    table = torch.rand(HEADS)
+    tables = [random_tables()[place] for place in order]
+    numbers = [INTS[place] for place in ints]
     side = NO_EXTRA_INPUTS._replace(
-        function_ints=torch.tensor(
-            integers_of([4][: functions.count(Op.INT_NUMBER)], [table]), dtype=torch.int32
-        ),
-        function_floats=torch.tensor([1.5]),
-        table_0=table,
+        function_ints=torch.tensor(integers_of(numbers, tables), dtype=torch.int32),
+        function_floats=torch.tensor(FLOATS),
+        **dict(zip(TABLES, tables, strict=False)),
     )
     problem = Problem(
         dtype=Dtype.BF16, head_dim=WIDTH, value_head_dim=WIDTH, heads=HEADS, kv_heads=2, batch=BATCH,
@@ -137,13 +135,13 @@ def test_random_functions(seed: int) -> None:
     )  # fmt: skip
     needed = function_tensors(problem)
     side = side._replace(
-        **{name: None for name in ("function_ints", "function_floats", "table_0") if name not in needed}
+        **{name: None for name in ("function_ints", "function_floats") if name not in needed}
     )
     results = emulated(problem, ALONE, tensors, side)
     scores = tensors[0].double() @ tensors[1].double().repeat_interleave(2, 1).mT * WIDTH**-0.5
     extents = (BATCH, (-1, 1, 1, 1)), (HEADS, (-1, 1, 1)), (QUERIES, (-1, 1)), (KEYS, (-1,))
     batch, head, query, key = (torch.arange(extent).view(shape) for extent, shape in extents)
-    own = Values(batch, head, query, key, torch.tensor([4]), torch.tensor([1.5]), (table,), scores)
+    own = Values(batch, head, query, key, torch.tensor(numbers), torch.tensor(FLOATS), tuple(tables), scores)
     if functions.score >= 0:
         scores = evaluate(functions, own, functions.score).expand_as(scores)
     if functions.mask >= 0:
