@@ -30,11 +30,8 @@ from flashtune.tuner.cli.output import table
 
 SCRIPT = "benchmarks/kernels/tritons.py"
 SAVED = tuple(RESULTS / f"nvidia-h200-triton-{version}.json.gz" for version in ("3.6.0", "3.7.1", "3.9.0"))
-# Runs with one bundle, in pairs of the same GPU and hour.
-BUNDLED = tuple(
-    tuple(RESULTS / f"nvidia-h200-bundle-triton-{version}-{name}.json.gz" for version in ("3.6.0", name))
-    for name in ("3.7.1", "3.9.0")
-)
+# Runs with one bundle: endings of the names of runs on the same GPU, under Triton 3.6.0 and the version.
+BUNDLED = {"3.7.1": ("",), "3.9.0": ("", "-second", "-third")}
 COPY = "copy"
 # In the order of preference.
 REFERENCES = (CUDNN, COPY)
@@ -54,11 +51,19 @@ def texts() -> dict[str, str]:
     """The tables of the saved runs, by name."""
     source = sources()[str(SAVED[0].relative_to(ROOT))]
     heading = f"On an {source.gpu} (torch {source.torch}):"
-    bundled = [[[read_report(content(path), path.name)] for path in pair] for pair in BUNDLED]
+    bundled = [
+        [[_bundled(own, ending) for ending in endings] for own in ("3.6.0", version)]
+        for version, endings in BUNDLED.items()
+    ]
     return {
         "tritons": "\n".join((heading, "", *lines_of(SAVED))),
         "tritons-bundle": "\n".join((heading, "", *lines(*bundled))),
     }
+
+
+def _bundled(version: str, ending: str) -> BenchRun:
+    path = RESULTS / f"nvidia-h200-bundle-triton-{version}{ending}.json.gz"
+    return read_report(content(path), path.name)
 
 
 def lines_of(paths: Iterable[Path]) -> Iterator[str]:
@@ -95,20 +100,34 @@ def lines(*pairs: Sequence[Sequence[BenchRun]]) -> Iterator[str]:
 
 
 def compare(first: Sequence[BenchRun], other: Sequence[BenchRun]) -> tuple[Comparison, ...]:
-    """Speeds of one version's kernels over those of the first, grid by grid: medians over pairs of runs."""
+    """Speeds of one version's kernels over those of the first, grid by grid: medians over pairs of runs.
+
+    A pair counts for the points that both runs hold.
+    """
     return tuple(
         Comparison(
             name,
             triton_of(other[0]),
             {
                 case_of(problem): statistics.median(
-                    _ratio(problem, *pair) for pair in zip(first, other, strict=True)
+                    _ratio(problem, *pair) for pair in _pairs(problem, first, other)
                 )
                 for problem in grid_problems(grid)
             },
         )
         for name, grid in GRIDS.items()
     )
+
+
+def _pairs(
+    problem: Problem, first: Sequence[BenchRun], other: Sequence[BenchRun]
+) -> list[tuple[BenchRun, BenchRun]]:
+    pairs = [*zip(first, other, strict=True)]
+    held = [
+        pair for pair in pairs if all(problem in {bench.problem for bench in run.benches} for run in pair)
+    ]
+    # Without such a pair, the error names what is missing.
+    return held or pairs[:1]
 
 
 def triton_of(run: BenchRun) -> str:

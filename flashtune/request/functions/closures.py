@@ -16,10 +16,9 @@ from torch import Tensor
 
 # Containers that are searched.
 _SEQUENCES = (tuple, list)
-_STABLE = (
-    *(types.ModuleType, types.BuiltinFunctionType, type, str, bytes, type(None), complex),
-    *(torch.dtype, torch.device, torch.Size),
-)
+_IMMUTABLE = (str, bytes, type(None), complex, torch.dtype, torch.device, torch.Size)
+# Packages of which modules, classes and functions do not change.
+_LIBRARIES = frozenset({"torch", "math", "operator", "_operator", "builtins", "numpy", "functools", "typing"})
 MAX_NESTED = 8
 # Code objects of which names are kept.
 MAX_CODES = 1024
@@ -57,7 +56,7 @@ def state(function: Any) -> State | None:
     found: list[object] = []
     tensors: list[Tensor] = []
     try:
-        _collect(function, found, tensors, set(), 0)
+        _collect(function, found, tensors, {}, 0)
     except _Stateful:
         return None
     return State(tuple(found), tuple(tensors))
@@ -103,10 +102,13 @@ def captured_places(functions: Sequence[types.FunctionType]) -> Places | None:
 
 
 def _find_places(value: Any, places: Places, visited: set[int]) -> None:
-    if isinstance(value, (int, float, Tensor, *_STABLE)) or id(value) in visited:
+    if isinstance(value, (int, float, Tensor)) or _is_stable(value):
         return
+    if id(value) in visited:
+        # A function that captures itself would live as long as its record.
+        raise _Stateful
     visited.add(id(value))
-    if isinstance(value, types.FunctionType) and not value.__kwdefaults__:
+    if isinstance(value, types.FunctionType) and not value.__kwdefaults__ and not value.__dict__:
         own = weakref.ref(value), value.__code__, value.__defaults__, value.__kwdefaults__
         places.functions.append(own)
         for cell in value.__closure__ or ():
@@ -148,10 +150,6 @@ def _is_own(function: object) -> bool:
     return isinstance(function, types.FunctionType) and module not in ("torch", "math", "operator")
 
 
-def _cells(function: types.FunctionType) -> list[types.CellType]:
-    return [cell for cell in function.__closure__ or () if not _is_empty(cell)]
-
-
 def _is_empty(cell: types.CellType) -> bool:
     try:
         cell.cell_contents  # noqa: B018 - raises if empty
@@ -161,44 +159,68 @@ def _is_empty(cell: types.CellType) -> bool:
 
 
 def _collect(
-    value: object, found: list[object], tensors: list[Tensor], visited: set[int], depth: int
+    value: object, found: list[object], tensors: list[Tensor], visited: dict[int, int], depth: int
 ) -> None:
-    if is_number(value) or isinstance(value, (int, float)):
-        found.append((type(value), value))
+    if isinstance(value, (int, float)):
+        # As text: zeros of both signs are equal, and NaN is not.
+        found.append((type(value), repr(value)))
     elif isinstance(value, Tensor):
-        found.append(id(value))
+        # Assignments to `data` change all of these.
+        found.append((id(value), value.dtype, value.shape, value.stride()))
         tensors.append(value)
-    elif isinstance(value, _STABLE) or _is_class_method(value) or id(value) in visited:
-        return
+    elif _is_stable(value):
+        found.append((type(value), value))
+    elif id(value) in visited:
+        found.append(visited[id(value)])
     elif depth > MAX_NESTED:
         raise _Stateful
     else:
-        visited.add(id(value))
+        visited[id(value)] = len(visited)
         _collect_parts(value, found, tensors, visited, depth + 1)
 
 
 def _collect_parts(
-    value: object, found: list[object], tensors: list[Tensor], visited: set[int], depth: int
+    value: object, found: list[object], tensors: list[Tensor], visited: dict[int, int], depth: int
 ) -> None:
-    if isinstance(value, types.FunctionType):
-        found.append(value.__code__)
-        for cell in _cells(value):
-            _collect(cell.cell_contents, found, tensors, visited, depth)
-        for default in (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()):
-            _collect(default, found, tensors, visited, depth)
-        if _is_own(value):
-            names = _globals_of(value)
-            found.append(tuple(names))
-            for name in names:
-                _collect(value.__globals__[name], found, tensors, visited, depth)
+    parts: list[object]
+    if isinstance(value, types.FunctionType) and not value.__dict__:
+        cells, defaults, keywords = (
+            value.__closure__ or (),
+            value.__defaults__ or (),
+            value.__kwdefaults__ or {},
+        )
+        if any(map(_is_empty, cells)):
+            raise _Stateful
+        names = _globals_of(value) if _is_own(value) else []
+        found.append((value.__code__, len(defaults), tuple(keywords), tuple(names)))
+        parts = [cell.cell_contents for cell in cells]
+        parts += [*defaults, *keywords.values(), *(value.__globals__[name] for name in names)]
     elif isinstance(value, functools.partial):
-        for part in (value.func, *value.args, *value.keywords.values()):
-            _collect(part, found, tensors, visited, depth)
+        found.append((functools.partial, len(value.args), tuple(value.keywords)))
+        parts = [value.func, *value.args, *value.keywords.values()]
     elif type(value) in _SEQUENCES:
-        for part in value:  # type: ignore[attr-defined]
-            _collect(part, found, tensors, visited, depth)
+        parts = [*value]  # type: ignore[misc]
+        found.append((type(value), len(parts)))
     else:
         raise _Stateful
+    for part in parts:
+        _collect(part, found, tensors, visited, depth)
+
+
+def _is_stable(value: object) -> bool:
+    """Returns whether an object does not change. Attributes of the user's modules and classes may."""
+    if isinstance(value, _IMMUTABLE):
+        return True
+    if isinstance(value, types.ModuleType):
+        return value.__name__.partition(".")[0] in _LIBRARIES
+    if isinstance(value, types.BuiltinFunctionType):
+        # Methods of objects are of this type too.
+        return value.__self__ is None or (
+            isinstance(value.__self__, (types.ModuleType, type)) and _is_stable(value.__self__)
+        )
+    if _is_class_method(value):
+        return issubclass(value.__self__, torch.autograd.Function)  # type: ignore[attr-defined]
+    return isinstance(value, type) and value.__module__.partition(".")[0] in _LIBRARIES
 
 
 def _is_class_method(value: object) -> bool:
@@ -250,6 +272,7 @@ def _replaced(value: Any, replace: Replace, made: dict[int, Any], depth: int) ->
         tuple(types.CellType() for _ in value.__closure__ or ()),
     )
     made[id(value)] = own
+    own.__dict__.update(value.__dict__)
     for cell, new in zip(value.__closure__ or (), own.__closure__ or (), strict=True):
         if not _is_empty(cell):
             new.cell_contents = again(cell.cell_contents)

@@ -285,7 +285,7 @@ def _traced(function: Function, name: str, capture: _Capture) -> int:
     counts = len(capture.ints), len(capture.floats)
     try:
         tracer, result = _run(function, name, capture, symbolic=True)
-    except (_NeedsValue, TypeError, fx.proxy.TraceError):
+    except (_NeedsValue, TypeError, RuntimeError, fx.proxy.TraceError):
         # A number that decides control flow, or that Python's `math` reads, is a constant.
         del capture.ints[counts[0] :], capture.floats[counts[1] :]
         try:
@@ -295,7 +295,8 @@ def _traced(function: Function, name: str, capture: _Capture) -> int:
                 f"{name} uses a traced value as a Python bool or sequence at {error}: write torch.where for "
                 "`if`, and & for `and`"
             ) from None
-        except (TypeError, fx.proxy.TraceError) as error:
+        except (TypeError, RuntimeError, fx.proxy.TraceError) as error:
+            # `torch.fx` raises a RuntimeError for some functions and values that it does not trace.
             raise ProblemError(f"{name} cannot be traced at {_line_of(error)}: {error}") from error
     return _converted(tracer, name, result, capture)
 

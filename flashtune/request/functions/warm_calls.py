@@ -40,6 +40,8 @@ class _Warm(NamedTuple):
     # The fields of the block mask, and how often its tensors were written to.
     fields: tuple[Any, ...]
     versions: tuple[int, ...]
+    # Types, sizes and strides of captured tensors, which assignments to `data` change.
+    layouts: tuple[object, ...]
 
 
 _warm: "weakref.WeakKeyDictionary[Any, dict[tuple[object, ...], _Warm]]" = weakref.WeakKeyDictionary()
@@ -66,7 +68,7 @@ def warm_flex_call(
         return flex_call(q, k, v, score_mod, block_mask, scale, enable_gqa, return_lse)
     is_usual = type(return_lse) is bool and not any_autocast() and not is_batch_invariant()
     # Keys that a batch shares are expanded.
-    is_usual = is_usual and q.shape[0] == k.shape[0]
+    is_usual = is_usual and q.shape[:1] == k.shape[:1]
     if warm is not None and is_usual and _is_same(warm, block_mask):
         call = Call(q, k, v, scale, warm.options, warm.side)
         if not (torch.is_grad_enabled() and requires_grad(call)):
@@ -89,7 +91,12 @@ def _is_same(warm: _Warm, block_mask: Any) -> bool:
         for tensor, version in zip(warm.fields, warm.versions, strict=False):
             if tensor is not None and tensor._version != version:
                 return False
-    return warm.places.are_same()
+    return warm.layouts == _layouts(warm.side) and warm.places.are_same()
+
+
+def _layouts(side: ExtraInputs) -> tuple[object, ...]:
+    tables = (getattr(side, name) for name in TABLES)
+    return tuple((table.dtype, table.shape, table.stride()) for table in tables if table is not None)
 
 
 def _keep(
@@ -114,5 +121,5 @@ def _keep(
         return
     versions = tuple(0 if tensor is None else tensor._version for tensor in fields[:TENSOR_FIELDS])
     mask = None if block_mask is None else weakref.ref(block_mask)
-    warm = _Warm(call.options, call.side, mask, places, fields, versions)
+    warm = _Warm(call.options, call.side, mask, places, fields, versions, _layouts(call.side))
     keep(_warm.setdefault(anchor, {}), key, warm, MAX_CALLS)

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from torch.nn.attention import flex_attention as flex
 import flashtune
 from flashtune.core.errors import ProblemError
 from flashtune.core.expressions.nodes import MAX_TABLES, Functions
+from flashtune.request.functions import tracing
 from flashtune.request.functions.block_lists import block_lists, classified_lists
 from flashtune.request.functions.operands import MAX_ROW
 from flashtune.request.functions.tracing import trace
@@ -327,3 +329,82 @@ def mask_of(size: int = 128, length: int = 64) -> Any:
 def test_calls_are_checked(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ProblemError, match=message):
         call(**changes)
+
+
+class Settings:
+    """A class of a program, whose attributes may change."""
+
+    weight = 2.0
+
+
+def scaled(factor: Any, operation: Any) -> Any:
+    return lambda s, b, h, i, j: operation(s * (3.0 if factor is None else 5.0))
+
+
+def by_parts(parts: Any) -> Any:
+    def score(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        for part in parts:
+            s = torch.tanh(s * sum(part))
+        return s
+
+    return score
+
+
+def in_order(*operations: Any) -> Any:
+    return lambda s, b, h, i, j: operations[0](s) + operations[1](s) * 0.5
+
+
+@pytest.mark.parametrize(
+    ("first", "other"),
+    [
+        (scaled(None, torch.tanh), scaled("five", torch.tanh)),
+        (scaled(None, torch.tanh), scaled(None, torch.sin)),
+        (scaled(None, torch.abs), scaled(None, torch.exp)),
+        (by_parts([[1.0, 2.0], [3.0]]), by_parts([[1.0], [2.0, 3.0]])),
+        (in_order(torch.tanh, torch.sin), in_order(torch.sin, torch.tanh)),
+        (
+            functools.partial(lambda s, b, h, i, j, x, y: s * x + (i - j) * y, x=2.0, y=0.5),
+            functools.partial(lambda s, b, h, i, j, x, y: s * x + (i - j) * y, y=2.0, x=0.5),
+        ),
+        (scaled(0.0, lambda s: s * Settings.weight), scaled(0.0, lambda s: s * Settings().weight)),
+    ],
+)
+def test_functions_of_equal_code_are_told_apart(first: Any, other: Any) -> None:
+    for _ in range(2):
+        for function in (first, other):
+            traced = trace(function, None)
+            alone = tracing._traced(function, "score_mod", capture := tracing._Capture())
+            functions, order = capture.builder.finish(alone, -1)
+            assert traced.functions == functions
+            assert traced.floats == tuple(capture.floats[place] for place in order.floats)
+
+
+def test_changes_of_attributes_and_data_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = torch.nn.Parameter(torch.zeros(16), requires_grad=False)
+    found = {"weight": 2.0}
+    get = found.get
+
+    def score(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return s * Settings.weight + get("weight") + table[j]
+
+    q = torch.zeros(1, 1, 16, 16)
+
+    def record() -> Any:
+        return warm_flex_call(q, q, q, score, None, None, enable_gqa=False, return_lse=False)
+
+    text = record().options.functions
+    monkeypatch.setattr(Settings, "weight", 3.0)
+    changed = record().options.functions
+    found["weight"] = 4.0
+    assert len({text, changed, record().options.functions}) == 3
+    sizes = record().side.function_ints.tolist()
+    table.data = torch.zeros(16, 2)[:, 0]
+    assert record().side.function_ints.tolist() != sizes
+    table.data = torch.zeros(16, dtype=torch.float16)
+    assert "fp16" in record().options.functions
+
+
+def test_values_that_cannot_be_traced_are_one_sentence() -> None:
+    for function in (lambda s, *_: s * len(s), lambda s, *_: s * np.float32(2.0)):
+        with pytest.raises(ProblemError, match=r"score_mod cannot be traced at .*test_functions\.py"):
+            trace(function, None)
