@@ -34,8 +34,8 @@ from benchmarks.integrations import report as integrations_report
 from benchmarks.kernels import (
     drafts,
     fastest,
+    flex,
     fp8_error,
-    gallery,
     invariance,
     limits,
     serving,
@@ -82,7 +82,7 @@ SCRIPTS: dict[str, Callable[[], Mapping[str, str]]] = {
     splits.SCRIPT: splits.texts,
     drafts.SCRIPT: drafts.texts,
     invariance.SCRIPT: invariance.texts,
-    gallery.SCRIPT: gallery.texts,
+    flex.SCRIPT: flex.texts,
     regret.SCRIPT: lambda: regret.texts(RESULTS),
     mutants.SCRIPT: lambda: mutants.texts(mutants.pages_runs(())),
 }

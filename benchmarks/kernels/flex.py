@@ -1,6 +1,6 @@
 """GPU time of score and mask functions: flashtune, torch's compiled flex_attention, and built-in features.
 
-    python -m benchmarks.kernels.flex --save flex.json
+    python -m benchmarks.kernels.flex --save FILE.json.gz
     python -m benchmarks.kernels.flex --functions alibi softcap --head-dims 128 --seqlens 4096
 
 Outputs are first compared with torch's uncompiled function in float64, at 1000 queries and keys. The error
@@ -24,10 +24,13 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import flashtune
-from benchmarks.saved import save
+from benchmarks.saved import RESULTS, load, run_of, save
 from flashtune.dispatch.versions import driver_version
+from flashtune.tuner.cli.output import table
 from flashtune.tuner.execution.timing import measure_interleaved
 
+SCRIPT = "benchmarks/kernels/flex.py"
+SAVED = RESULTS / "nvidia-h200-flex.json.gz"
 TOKENS = 16_384
 ROUNDS = 21
 CHECKED, CALLS = 1000, 100
@@ -239,6 +242,27 @@ def summary(rows: list[Row]) -> str:
         f"{len(rows)} rows: geometric mean {speedups.log().mean().exp():.2f}x, "
         f"least {speedups.min():.2f}x{least}, {wrong} wrong"
     )
+
+
+def texts() -> dict[str, str]:
+    """The table of the saved run, by name."""
+    saved = load(SAVED, tuple[Row, ...])
+    rows = [
+        (
+            row.function,
+            f"{row.heads}/{row.kv_heads}",
+            *(str(number) for number in (row.seqlen, row.head_dim)),
+            *(f"{ms:.3f}" for ms in (row.ours, row.theirs)),
+            f"{row.speedup:.2f}",
+            f"{row.built_in / row.ours:.2f}" if row.built_in else "–",
+        )
+        for row in saved.rows
+    ]
+    heads = (
+        *("function", "heads", "tokens", "head dim", "ms", "torch, ms", "speed over torch"),
+        "over the built-in feature",
+    )
+    return {"flex": "\n".join((f"{run_of(saved.source)}, bf16:", "", *table(heads, rows)))}
 
 
 def _heads(text: str) -> tuple[int, int]:

@@ -1,0 +1,23 @@
+"""Tests of the functions of `benchmarks.kernels.flex`, and of the script that runs attention-gym's."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.kernels import flex, gym
+from flashtune.core.errors import UsageError
+from flashtune.request.functions.tracing import trace
+
+CPU = torch.device("cpu")
+
+
+def test_all_functions_can_be_traced() -> None:
+    found = flex.gallery(2, 8, 512, CPU)
+    assert len(found) >= 10
+    assert all(trace(own.score, own.mask).functions for own in found.values())
+
+
+def test_other_folders_have_no_masks_of_attention_gym(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="has no attn_gym/masks"):
+        gym.load(tmp_path)
