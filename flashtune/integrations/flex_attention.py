@@ -108,10 +108,14 @@ class Activation:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        *arguments: Any,
+        score_mod: Any = None,
+        block_mask: Any = None,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        return_lse: bool = False,
         kernel_options: Any = None,
+        *,
         return_aux: Any = None,
-        **options: Any,
     ) -> Any:
         """Returns flashtune's result, or that of another function if flashtune refuses the call.
 
@@ -119,9 +123,9 @@ class Activation:
         """
         reason = _reason(query, key, value, return_aux)
         if reason is None:
-            own = {**options, "return_lse": return_aux.lse} if return_aux is not None else options
+            has_lse = return_lse if return_aux is None else return_aux.lse
             try:
-                result = _served(query, key, value, *arguments, **own)
+                result = _served(query, key, value, score_mod, block_mask, scale, enable_gqa, has_lse)
             except (ProblemError, KernelError) as error:
                 reason = str(error)
             else:
@@ -132,8 +136,9 @@ class Activation:
                 return out, self._module.AuxOutput(lse=lse)
         self._note(reason)
         passed = {"kernel_options": kernel_options, "return_aux": return_aux}
-        options |= {name: option for name, option in passed.items() if option is not None}
-        return other(query, key, value, *arguments, **options)
+        options = {name: option for name, option in passed.items() if option is not None}
+        own = score_mod, block_mask, scale, enable_gqa, return_lse
+        return other(query, key, value, *own, **options)
 
     def _note(self, reason: str) -> None:
         is_new = reason not in self.refused
@@ -202,6 +207,8 @@ def _reason(query: Tensor, key: Tensor, value: Tensor, return_aux: Any) -> str |
         return f"the tensors are on {query.device.type}"
     if is_tracing() or not runs_eagerly(query, key, value):
         return "a dispatch mode or transform is active"
+    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
+        return "torch's kernels are faster if an input requires grad"
     if return_aux is not None and return_aux.max_scores:
         return "return_aux asks for the largest scores"
     return None

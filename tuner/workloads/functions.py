@@ -67,8 +67,8 @@ def imported(option: str, name: str) -> Callable[..., Any]:
     module_name, _, path = name.partition(":")
     if not (module_name and path):
         raise UsageError(f"{option} cannot be {quoted(name)}: pass module:function, as in masks:window")
-    if (folder := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, folder)
+    folder = str(Path.cwd())
+    sys.path.insert(0, folder)
     try:
         function: Any = importlib.import_module(module_name)
     # The module is the user's.
@@ -76,9 +76,11 @@ def imported(option: str, name: str) -> Callable[..., Any]:
         raise UsageError(
             f"{option}: the module {quoted(module_name)} cannot be imported: {error!r}"
         ) from error
+    finally:
+        # Later imports of libraries do not search the present folder.
+        sys.path.remove(folder)
     for part in path.split("."):
         function = getattr(function, part, None)
     if not callable(function):
         raise UsageError(f"{option}: {quoted(module_name)} has no function {quoted(path)}")
-    own: Callable[..., Any] = function
-    return own
+    return function  # type: ignore[no-any-return]

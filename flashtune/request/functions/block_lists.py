@@ -71,6 +71,9 @@ def block_lists(mask: Any, seqlen_q: int, seqlen_kv: int, *, full_first: bool) -
             "create another one, or call its _adjust"
         )
     tensors = mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices
+    if any(tensor is not None and tensor.is_inference() for tensor in tensors):
+        # Inference tensors do not count how often they were written to.
+        return _lists(mask, seqlen_q, seqlen_kv, full_first)
     key = (
         seqlen_q,
         seqlen_kv,

@@ -62,36 +62,54 @@ def state(function: Any) -> State | None:
     return State(tuple(found), tuple(tensors))
 
 
-class Places(NamedTuple):
-    """Where functions capture values, and the objects there."""
+class Captured(NamedTuple):
+    """A function, held weakly, and the objects that it captures."""
 
-    cells: list[tuple[types.CellType, object]]
-    # Names of globals, with `_MISSING` where there is none.
-    names: list[tuple[dict[str, Any], str, object]]
-    # Their code and defaults.
-    functions: "list[tuple[weakref.ref[Any], types.CodeType, object, object]]"
+    reference: "weakref.ref[types.FunctionType]"
+    code: types.CodeType
+    defaults: tuple[object, ...] | None
+    keywords: dict[str, object] | None
+    # The contents of its cells, and its globals by name. Functions are weak references there.
+    contents: list[object]
+    names: list[tuple[str, object]]
+
+    def is_same(self) -> bool:
+        """Returns whether the function lives and captures the same objects."""
+        own = self.reference()
+        if own is None or own.__code__ is not self.code:
+            return False
+        if own.__defaults__ is not self.defaults or own.__kwdefaults__ is not self.keywords:
+            return False
+        for cell, value in zip(own.__closure__ or (), self.contents, strict=True):
+            # An empty cell has no contents.
+            if _is_empty(cell) or cell.cell_contents is not _object(value):
+                return False
+        names = own.__globals__
+        return all(names.get(name, _MISSING) is _object(value) for name, value in self.names)
+
+
+def _held(value: object) -> object:
+    """Returns a weak reference to a function, because functions may refer to each other. Others stay."""
+    return weakref.ref(value) if isinstance(value, types.FunctionType) else value
+
+
+def _object(value: object) -> object:
+    return value() if type(value) is weakref.ref else value
+
+
+class Places(NamedTuple):
+    """The functions that are called, and the objects that they capture."""
+
+    functions: list[Captured]
 
     def are_same(self) -> bool:
-        """Returns whether the same objects are there."""
-        for cell, value in self.cells:
-            # An empty cell has no contents.
-            if _is_empty(cell) or cell.cell_contents is not value:
-                return False
-        for names, name, value in self.names:
-            if names.get(name, _MISSING) is not value:
-                return False
-        for reference, code, defaults, keywords in self.functions:
-            own = reference()
-            if own is None or own.__code__ is not code or own.__defaults__ is not defaults:
-                return False
-            if own.__kwdefaults__ is not keywords:
-                return False
-        return True
+        """Returns whether the functions capture the same objects."""
+        return all(function.is_same() for function in self.functions)
 
 
 def captured_places(functions: Sequence[types.FunctionType]) -> Places | None:
     """Returns where functions capture values, or None if a captured object may change unseen."""
-    places = Places([], [], [])
+    places = Places([])
     visited: set[int] = set()
     try:
         for function in functions:
@@ -105,23 +123,26 @@ def _find_places(value: Any, places: Places, visited: set[int]) -> None:
     if isinstance(value, (int, float, Tensor)) or _is_stable(value):
         return
     if id(value) in visited:
-        # A function that captures itself would live as long as its record.
-        raise _Stateful
+        return
     visited.add(id(value))
     if isinstance(value, types.FunctionType) and not value.__kwdefaults__ and not value.__dict__:
-        own = weakref.ref(value), value.__code__, value.__defaults__, value.__kwdefaults__
-        places.functions.append(own)
-        for cell in value.__closure__ or ():
-            if _is_empty(cell):
-                raise _Stateful
-            places.cells.append((cell, cell.cell_contents))
-        contents: list[object] = [cell.cell_contents for cell in value.__closure__ or ()]
-        contents += value.__defaults__ or ()
-        if _is_own(value):
-            names = value.__globals__
-            read = [(names, name, names.get(name, _MISSING)) for name in _names_of(value.__code__)]
-            places.names.extend(read)
-            contents += (part for _, _, part in read if part is not _MISSING)
+        cells = value.__closure__ or ()
+        if any(map(_is_empty, cells)):
+            raise _Stateful
+        inside = [cell.cell_contents for cell in cells]
+        names = _names_of(value.__code__) if _is_own(value) else ()
+        read = [(name, value.__globals__.get(name, _MISSING)) for name in names]
+        places.functions.append(
+            Captured(
+                weakref.ref(value),
+                value.__code__,
+                value.__defaults__,
+                value.__kwdefaults__,
+                [*map(_held, inside)],
+                [(name, _held(part)) for name, part in read],
+            )
+        )
+        contents = [*inside, *(value.__defaults__ or ()), *(part for _, part in read if part is not _MISSING)]
     elif isinstance(value, functools.partial) and not value.keywords:
         contents = [value.func, *value.args]
     elif type(value) is tuple:
@@ -198,6 +219,10 @@ def _collect_parts(
     elif isinstance(value, functools.partial):
         found.append((functools.partial, len(value.args), tuple(value.keywords)))
         parts = [value.func, *value.args, *value.keywords.values()]
+    elif _is_class_method(value) and _has_rule(value.__self__):  # type: ignore[attr-defined]
+        # Its rule is traced instead, and its attributes are read by the rule alone.
+        found.append(value)
+        parts = [value.__self__.vmap]  # type: ignore[attr-defined]
     elif type(value) in _SEQUENCES:
         parts = [*value]  # type: ignore[misc]
         found.append((type(value), len(parts)))
@@ -218,8 +243,6 @@ def _is_stable(value: object) -> bool:
         return value.__self__ is None or (
             isinstance(value.__self__, (types.ModuleType, type)) and _is_stable(value.__self__)
         )
-    if _is_class_method(value):
-        return issubclass(value.__self__, torch.autograd.Function)  # type: ignore[attr-defined]
     return isinstance(value, type) and value.__module__.partition(".")[0] in _LIBRARIES
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flashtune.core.expressions.builder import Builder
-from flashtune.core.expressions.nodes import Op
+from flashtune.core.expressions.nodes import INT32, Op
 
 # A row of a captured tensor is computed element by element.
 MAX_ROW = 128
@@ -65,6 +65,8 @@ def place_of(builder: Builder, operand: Any) -> int:
     if type(operand) is int:
         return operand
     if isinstance(operand, Constant):
+        if type(operand.value) is int and operand.value not in INT32:
+            raise Unsupported(f"{operand.value} is no integer of 32 bits")
         return builder.constant(operand.value)
     if isinstance(operand, Row):
         raise Unsupported(f"it is a row of {len(operand)} elements: index or sum it")

@@ -285,7 +285,9 @@ def _traced(function: Function, name: str, capture: _Capture) -> int:
     counts = len(capture.ints), len(capture.floats)
     try:
         tracer, result = _run(function, name, capture, symbolic=True)
-    except (_NeedsValue, TypeError, RuntimeError, fx.proxy.TraceError):
+    except ProblemError:
+        raise
+    except Exception:  # noqa: BLE001 - functions may raise any error for values that are not tensors
         # A number that decides control flow, or that Python's `math` reads, is a constant.
         del capture.ints[counts[0] :], capture.floats[counts[1] :]
         try:
@@ -295,9 +297,11 @@ def _traced(function: Function, name: str, capture: _Capture) -> int:
                 f"{name} uses a traced value as a Python bool or sequence at {error}: write torch.where for "
                 "`if`, and & for `and`"
             ) from None
-        except (TypeError, RuntimeError, fx.proxy.TraceError) as error:
-            # `torch.fx` raises a RuntimeError for some functions and values that it does not trace.
-            raise ProblemError(f"{name} cannot be traced at {_line_of(error)}: {error}") from error
+        except ProblemError:
+            raise
+        except Exception as error:
+            # Functions may raise any error for values that are not tensors.
+            raise ProblemError(f"{name} cannot be traced at {_line_of(error)}: {error!r}") from error
     return _converted(tracer, name, result, capture)
 
 
@@ -313,7 +317,9 @@ def _run(function: Function, name: str, capture: _Capture, *, symbolic: bool) ->
     try:
         function = replaced(function, number)
         with _Calls(tracer):
-            return tracer, function(*arguments)
+            result = function(*arguments)
+        # The node of an attribute is made when it is first read.
+        return tracer, result.node if isinstance(result, fx.Proxy) else result
     except Unsupported as error:
         raise ProblemError(f"{name} is not supported at {_line_of(error)}: {error}") from None
 
@@ -339,7 +345,7 @@ def _converted(tracer: _Tracer, name: str, result: object, capture: _Capture) ->
             options = {key: operand(argument) for key, argument in node.kwargs.items()}
             tracer.operands[node] = operation(builder, shown, arguments, options)
         shown = "its result"
-        value = result.node if isinstance(result, fx.Proxy) else tracer.create_arg(result)
+        value = result if isinstance(result, fx.Node) else tracer.create_arg(result)
         place = place_of(builder, operand(value))
         if name == "score_mod":
             return builder.to_float(place)

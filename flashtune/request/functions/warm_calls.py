@@ -8,13 +8,12 @@ import types
 import weakref
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from flashtune.core.caches import keep
 from flashtune.core.features.records import TABLES, ExtraInputs
 from flashtune.request.autocast import any_autocast
-from flashtune.request.call import Call, Options, requires_grad
+from flashtune.request.call import Call, Options
 from flashtune.request.functions.block_lists import is_flex_mask
 from flashtune.request.functions.call import ScoreMod, flex_call
 from flashtune.request.functions.closures import Places, captured_places
@@ -43,6 +42,10 @@ class _Warm(NamedTuple):
     # Types, sizes and strides of captured tensors, which assignments to `data` change.
     layouts: tuple[object, ...]
 
+    def is_current(self) -> bool:
+        """Returns whether the block mask lives, and the functions capture the same objects."""
+        return (self.mask is None or self.mask() is not None) and self.places.are_same()
+
 
 _warm: "weakref.WeakKeyDictionary[Any, dict[tuple[object, ...], _Warm]]" = weakref.WeakKeyDictionary()
 
@@ -70,9 +73,7 @@ def warm_flex_call(
     # Keys that a batch shares are expanded.
     is_usual = is_usual and q.shape[:1] == k.shape[:1]
     if warm is not None and is_usual and _is_same(warm, block_mask):
-        call = Call(q, k, v, scale, warm.options, warm.side)
-        if not (torch.is_grad_enabled() and requires_grad(call)):
-            return call
+        return Call(q, k, v, scale, warm.options, warm.side)
     call = flex_call(q, k, v, score_mod, block_mask, scale, enable_gqa, return_lse)
     if is_usual:
         _keep(anchor, key, call, score_mod, block_mask)
@@ -81,7 +82,10 @@ def warm_flex_call(
 
 def _is_same(warm: _Warm, block_mask: Any) -> bool:
     """Returns whether a record is that of a call with a block mask."""
-    if (None if warm.mask is None else warm.mask()) is not block_mask:
+    # The reference to a dead mask is None too.
+    if (warm.mask is None) is not (block_mask is None):
+        return False
+    if warm.mask is not None and warm.mask() is not block_mask:
         return False
     if block_mask is not None:
         fields = block_mask.__dict__
@@ -110,6 +114,9 @@ def _keep(
             return
         fields = tuple(block_mask.__dict__[name] for name in _MASK_FIELDS)
         mask_mod = block_mask.mask_mod
+        if any(tensor is not None and tensor.is_inference() for tensor in fields[:TENSOR_FIELDS]):
+            # These do not count how often they were written to.
+            return
     given = [function for function in (score_mod, mask_mod) if function is not None]
     functions = [function for function in given if isinstance(function, types.FunctionType)]
     places = captured_places(functions)
@@ -122,4 +129,8 @@ def _keep(
     versions = tuple(0 if tensor is None else tensor._version for tensor in fields[:TENSOR_FIELDS])
     mask = None if block_mask is None else weakref.ref(block_mask)
     warm = _Warm(call.options, call.side, mask, places, fields, versions, _layouts(call.side))
-    keep(_warm.setdefault(anchor, {}), key, warm, MAX_CALLS)
+    known = _warm.setdefault(anchor, {})
+    # Records of dead masks, and of other captured objects, keep tensors alive.
+    for other in [other for other, record in known.items() if not record.is_current()]:
+        del known[other]
+    keep(known, key, warm, MAX_CALLS)

@@ -58,6 +58,7 @@ def place_in(index, size):
 }
 # The coordinates of descriptors are below this one.
 _ANY_PLACE = Interval(0, 2**30)
+LARGEST_FLOAT = 2.0**127
 _LOG2_E = "1.4426950408889634"
 _TANH = "-2.8853900817779268"
 
@@ -380,8 +381,10 @@ class _GluonWriter(Writer):
         if part is None:
             return None
         numbers = [self._number(text) for text in (part.text, by.text)]
-        if None not in numbers:
-            return _Row(repr(numbers[0] * numbers[1]))  # type: ignore[operator]
+        product = None if None in numbers else numbers[0] * numbers[1]  # type: ignore[operator]
+        # Larger ones are computed in the kernel, where they are infinite.
+        if product is not None and abs(product) <= LARGEST_FLOAT:
+            return _Row(repr(product))
         if numbers[0] == 1.0:
             return by
         if numbers[1] == 1.0:

@@ -1,8 +1,10 @@
 """Tests of traced score and mask functions: canonical forms, captured values, refusals, and block masks."""
 
 import functools
+import gc
 import math
 import re
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -405,6 +407,68 @@ def test_changes_of_attributes_and_data_are_seen(monkeypatch: pytest.MonkeyPatch
 
 
 def test_values_that_cannot_be_traced_are_one_sentence() -> None:
-    for function in (lambda s, *_: s * len(s), lambda s, *_: s * np.float32(2.0)):
+    def reads_a_tensor(s: Any, *_: Any) -> Any:
+        assert isinstance(s, torch.Tensor)
+        return s
+
+    failing: tuple[Function, ...] = (
+        *(lambda s, *_: s * len(s), lambda s, *_: s * np.float32(2.0), lambda s, *_: s * {}["x"]),
+        reads_a_tensor,
+    )
+    for function in failing:
         with pytest.raises(ProblemError, match=r"score_mod cannot be traced at .*test_functions\.py"):
             trace(function, None)
+
+
+def test_integers_beyond_32_bits_are_refused() -> None:
+    with pytest.raises(ProblemError, match="no integer of 32 bits"):
+        trace(lambda s, b, h, i, j: torch.where(i - 2**31 == j - 2**31, s, 0.0), None)
+
+
+def test_a_record_with_a_dead_mask_is_of_no_other_call() -> None:
+    q = torch.zeros(1, 1, 256, 16)
+
+    def score(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return s * 2.0
+
+    def record(mask: Any) -> Any:
+        return warm_flex_call(q, q, q, score, mask, None, enable_gqa=False, return_lse=False)
+
+    mask = mask_of(length=256)
+    assert record(mask).side.block_counts is not None
+    del mask
+    gc.collect()
+    assert record(None).side.block_counts is None
+
+
+@torch.inference_mode()
+def test_masks_made_in_inference_mode() -> None:
+    q, mask = torch.zeros(1, 1, 256, 16), mask_of(length=256)
+
+    def record() -> Any:
+        return warm_flex_call(q, q, q, None, mask, None, enable_gqa=False, return_lse=False)
+
+    assert int(record().side.block_counts.sum())
+    mask.kv_num_blocks.zero_()
+    mask.full_kv_num_blocks.zero_()
+    assert not int(record().side.block_counts.sum())
+
+
+def test_records_keep_no_dead_masks_and_no_namespaces_alive() -> None:
+    q = torch.zeros(1, 1, 256, 16)
+    names: dict[str, Any] = {"table": torch.zeros(16)}
+    exec("def score(s, b, h, i, j): return s + table[b]", names)
+    kept = weakref.ref(names["table"])
+    masks = [mask_of(length=256) for _ in range(3)]
+    tensors = [weakref.ref(mask.kv_indices) for mask in masks]
+    for length, mask in zip((256, 256, 256), masks, strict=True):
+        warm_flex_call(q[:, :, :length], q, q, names["score"], mask, None, enable_gqa=False, return_lse=False)
+    del masks, mask
+    warm_flex_call(
+        q, q[:, :, :128], q[:, :, :128], names["score"], None, None, enable_gqa=False, return_lse=False
+    )
+    gc.collect()
+    assert all(tensor() is None for tensor in tensors)
+    del names
+    gc.collect()
+    assert kept() is None

@@ -55,7 +55,7 @@ def error_of(name: str, layout: str, text: str = "", wrong: str = "") -> float:
     (config, size), case = LAYOUTS[layout], CASES[name]
     q, k, v = inputs(2)
     mask = mask_of(case, size)
-    call = flex_call(q, k, v, case.score, mask, None, return_lse=True)
+    call = flex_call(q, k, v, case.score, mask, None, enable_gqa=True, return_lse=True)
     side = call.side
     if mask is None:
         size = 0 if side.block_counts is None else BLOCK_SIZE
@@ -124,10 +124,11 @@ def test_random_functions(seed: int) -> None:
     tensors = tuple(inputs(2))
     tables = [random_tables()[place] for place in order]
     numbers = [INTS[place] for place in ints]
+    captured: dict[str, Any] = dict(zip(TABLES, tables, strict=False))
     side = NO_EXTRA_INPUTS._replace(
         function_ints=torch.tensor(integers_of(numbers, tables), dtype=torch.int32),
         function_floats=torch.tensor(FLOATS),
-        **dict(zip(TABLES, tables, strict=False)),
+        **captured,
     )
     problem = Problem(
         dtype=Dtype.BF16, head_dim=WIDTH, value_head_dim=WIDTH, heads=HEADS, kv_heads=2, batch=BATCH,
