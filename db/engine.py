@@ -11,8 +11,8 @@ from sqlalchemy.pool import ConnectionPoolEntry
 
 from flashtune.db.errors import sqlite_error
 from flashtune.db.limits import restrict, statement_seconds
-from flashtune.db.location import read_only_uri, read_write_uri, sqlite_path
-from flashtune.db.server import server_engine, server_error
+from flashtune.db.location import read_only_uri, read_write_uri, sqlite_path, without_secrets
+from flashtune.db.server import row_error, server_engine, server_error
 
 BUSY_SECONDS = 60.0
 DEADLINE = "flashtune_deadline"
@@ -92,5 +92,5 @@ def explained(url: str) -> Iterator[None]:
         raise server_error(error, url) from None
     except (sqlite3.Error, UnicodeError) as error:
         if sqlite_path(url) is None:
-            raise server_error(error, url) from None
+            raise row_error(without_secrets(str(error), url), url) from None
         raise sqlite_error(error, url) from error

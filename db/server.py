@@ -41,8 +41,8 @@ SELECT has_table_privilege('records', 'INSERT') AND has_table_privilege('selecti
 # Codes of PostgreSQL: lost connections, shutdowns, too many connections, limits of locks, deadlocks. The same
 # transaction may succeed later.
 PASSING = re.compile("08...|57P0[123]|53300|55P03|40P01|40001")
-# Codes of values that violate types or constraints, or exceed limits of the server.
-OF_A_ROW = re.compile("2[123]...|54...")
+# Codes of values that violate types or constraints, or exceed limits of the server. 22023 is of a setting.
+OF_A_ROW = re.compile("(?!22023)2[123]...|54...")
 # A refused connection has no code, and its text may have any language.
 LASTING = re.compile("authentication|does not exist|permission denied|not permitted|pg_hba|SSL|certificate")
 # Limits of one transaction, which poolers of connections pass on. A large database takes longer to scan.
@@ -219,10 +219,15 @@ def server_error(error: BaseException, url: str) -> StoreError:
     if _code(cause) in FORBIDDEN:
         return forbidden(url, reason)
     # The driver refuses some values itself, without a code.
-    if isinstance(error, exc.DataError | UnicodeError) or OF_A_ROW.fullmatch(_code(cause)):
-        return RowError(f"the database {describe(url)} refuses a row ({reason}): report it")
+    if OF_A_ROW.fullmatch(_code(cause)) or (isinstance(error, exc.DataError) and not _code(cause)):
+        return row_error(reason, url)
     kind = ServerUnavailableError if _is_passing(error) else StoreError
     return kind(f"the database {describe(url)} cannot be used ({reason}): check the server, or {ELSEWHERE}")
+
+
+def row_error(reason: str, url: str) -> RowError:
+    """Returns the error for values that cannot be stored."""
+    return RowError(f"the database {describe(url)} refuses a row ({reason}): report it")
 
 
 def forbidden(url: str, reason: str) -> StoreError:

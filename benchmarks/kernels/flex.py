@@ -123,6 +123,7 @@ def main() -> None:
                     if options.save:
                         save(options.save, rows)
     print(summary(rows))
+    raise SystemExit(not all(row.is_right for row in rows))
 
 
 def measure(name: str, heads: int, kv_heads: int, seqlen: int, head_dim: int) -> Row:

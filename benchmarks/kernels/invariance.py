@@ -28,7 +28,7 @@ import flashtune
 from benchmarks.dispatch_regret.timing import compile_all
 from benchmarks.saved import RESULTS, Saved, load, run_of, save
 from flashtune.api.explain import Explanation, explain, explain_paged, explain_varlen
-from flashtune.core.errors import KernelError
+from flashtune.core.errors import KernelError, VerificationError
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Problem
 from flashtune.core.target import Target, device_target
@@ -297,6 +297,10 @@ def compared_problem(number: int) -> Report:
     rows, differing = 0, {}
     options = options_of(kind, device)
     expected = prefilled(kind, prompt, options)
+    if not (expected.isfinite().all() and expected.any()):
+        raise VerificationError(
+            f"{kind.name}: the rows of {prompt.q.shape[0]} tokens are zeros or not finite"
+        )
     for _ in range(SURROUNDINGS):
         call = surrounding(kind, prompt, chance, options)
         own = call.pick(call.function(*call.arguments, **call.options)).reshape(-1, *expected.shape[1:])

@@ -73,9 +73,7 @@ class Activation:
         original = getattr(loaded, COMPILED, None)
         if loaded is not None and original is not None:
 
-            def compile_friendly_flex_attention(
-                *tensors: Tensor, training: bool = False, **options: Any
-            ) -> Any:
+            def compile_friendly_flex_attention(*tensors: Any, training: bool = False, **options: Any) -> Any:
                 def other(*tensors: Tensor, **options: Any) -> Any:
                     return original(*tensors, training=training, **options)
 
@@ -123,7 +121,7 @@ class Activation:
         """
         reason = _reason(query, key, value, return_aux)
         if reason is None:
-            has_lse = return_lse if return_aux is None else return_aux.lse
+            has_lse: Any = return_lse if return_aux is None else return_aux.lse
             try:
                 result = _served(query, key, value, score_mod, block_mask, scale, enable_gqa, has_lse)
             except (ProblemError, KernelError) as error:
