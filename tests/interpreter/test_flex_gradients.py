@@ -36,8 +36,8 @@ from tests.interpreter.test_flex_attention import (
     inputs,
     mask_of,
 )
+from tests.problems.random_functions import FLOATS, INTS, random_functions, random_tables
 from tests.support.fuzzing import fuzz_count
-from tests.support.random_functions import FLOATS, INTS, random_functions, random_tables
 
 SPLIT = find_family("backward_split")
 Score = Callable[..., Any]

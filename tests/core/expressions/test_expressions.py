@@ -23,8 +23,8 @@ from flashtune.core.expressions.nodes import (
     TableDtype,
 )
 from flashtune.core.expressions.text import functions_text, parse_functions
+from tests.problems.random_functions import FLOATS, INTS, PLACES, random_functions, random_tables
 from tests.support.fuzzing import fuzz_count
-from tests.support.random_functions import FLOATS, INTS, PLACES, random_functions, random_tables
 
 
 def values(dtype: torch.dtype = torch.float64) -> Values:

@@ -16,8 +16,8 @@ from flashtune.verification.check import check_kernel
 from tests.gpu.marks import ON_HOPPER
 from tests.interpreter.test_flex_attention import CASES
 from tests.problems.hopper import FAMILY
+from tests.problems.random_functions import random_functions
 from tests.support.fuzzing import fuzz_count
-from tests.support.random_functions import random_functions
 
 pytestmark = [pytest.mark.gpu, ON_HOPPER]
 

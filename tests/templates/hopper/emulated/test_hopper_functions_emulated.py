@@ -33,8 +33,8 @@ from tests.interpreter.test_flex_attention import (
 )
 from tests.problems.hopper import FAMILY, a_config
 from tests.problems.plain_masks import largest_error
+from tests.problems.random_functions import FLOATS, INTS, random_functions, random_tables
 from tests.support.fuzzing import fuzz_count
-from tests.support.random_functions import FLOATS, INTS, random_functions, random_tables
 
 ALONE = {
     "num_consumer_groups": 1, "rows_per_group": 64, "block_n": 64, "num_stages": 3, "q_stages": 2,
