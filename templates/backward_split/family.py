@@ -1,7 +1,7 @@
 """Portable split backward pass: one kernel loops over keys for dk and dv, one over queries for dq."""
 
 from flashtune.core.config import LaunchOptions, Space
-from flashtune.core.features.table_gradients import depends_on_score
+from flashtune.core.features.table_gradients import depends_on_floats
 from flashtune.core.kernel import Specialization, Step
 from flashtune.core.problem import Bias, Causal, Direction, Feature, Problem
 from flashtune.core.target import Target
@@ -52,8 +52,8 @@ class BackwardSplit(SplitModel, FamilyOf[SplitConfig]):
             return "backward_split takes no block mask over packed sequences"
         if problem.functions and (problem.features - WITH_FUNCTIONS or problem.is_causal):
             return "backward_split takes score and mask functions with block masks alone"
-        if problem.deterministic and depends_on_score(problem):
-            return "backward_split takes no deterministic gradient of a captured tensor indexed by the score"
+        if problem.deterministic and depends_on_floats(problem):
+            return "backward_split takes no deterministic gradient of a captured tensor indexed by floats"
         return refusal(self.name, problem)
 
     def space(self, problem: Problem, target: Target) -> Space:

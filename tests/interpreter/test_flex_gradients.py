@@ -1,5 +1,6 @@
 """Gradients of `flex_attention` in the interpreter, against torch's autograd in float64."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -19,11 +20,16 @@ from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Direction, Problem
 from flashtune.core.target import find_target
 from flashtune.request.call import dense_call
+from flashtune.request.functions.tracing import trace
 from flashtune.runtime.torch_ops import attend
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from flashtune.verification.cases import Level
 from flashtune.verification.check import check_kernel, check_rendered
+from flashtune.verification.gradients import head_sampling
+from flashtune.verification.inputs.side_inputs import make_side
+from flashtune.verification.lengths import equal_lengths
+from flashtune.verification.probes import Probe
 from tests.interpreter.families.kernel_calls import small_config
 from tests.interpreter.test_flex_attention import (
     BATCH,
@@ -40,6 +46,7 @@ from tests.problems.random_functions import FLOATS, INTS, random_functions, rand
 from tests.support.fuzzing import fuzz_count
 
 SPLIT = find_family("backward_split")
+SHARES = torch.rand(HEADS)
 Score = Callable[..., Any]
 
 
@@ -101,6 +108,17 @@ def test_gradients_are_those_of_torch(name: str) -> None:
     close(gradients(flashtune.flex_attention, trained(tensors), *arguments, enable_gqa=True), exact)
 
 
+def buckets(t: Tensor) -> Score:
+    """Biases of buckets of distances, whose index is computed from a logarithm."""
+
+    def score(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        distance = (q - k).abs()
+        large = 8 + (torch.log(distance.to(torch.float32) / 8 + 1e-9) * (8 / math.log(16))).to(torch.int32)
+        return s + t[h, torch.where(distance < 8, distance, large.clamp(max=15))]
+
+    return score
+
+
 def tables() -> dict[str, tuple[tuple[int, ...], Callable[[Tensor], Score]]]:
     """Shapes of captured tensors and functions of them."""
     return {
@@ -112,6 +130,7 @@ def tables() -> dict[str, tuple[tuple[int, ...], Callable[[Tensor], Score]]]:
         "bias": ((1, HEADS, QUERIES, KEYS), lambda t: lambda s, b, h, q, k: s + t[0, h, q, k]),
         "shared bias": ((QUERIES, KEYS), lambda t: lambda s, b, h, q, k: s + t[q, k] * t[q, 0]),
         "of the score": ((HEADS, 9), lambda t: lambda s, b, h, q, k: s + t[h, (4 * s).to(torch.int32) % 9]),
+        "buckets": ((HEADS, 16), buckets),
     }
 
 
@@ -134,6 +153,30 @@ def test_gradients_of_captured_tensors(
     assert own[3].dtype is table.dtype
     wide = trained(tensors, torch.float64)
     close(own, gradients(dense, wide, function(wide[3]), mask))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.clamp(min=0),
+        lambda x: x.clamp(max=0),
+        lambda x: x.clamp(0, 1),
+        torch.relu,
+        torch.nn.functional.softplus,
+    ],
+)
+def test_gradients_at_bounds_are_those_of_torch(
+    function: Callable[[Tensor], Tensor], dtype: torch.dtype
+) -> None:
+    tensors = [*trained(inputs(), dtype), torch.zeros(HEADS, requires_grad=True)]
+
+    def score(t: Tensor) -> Score:
+        return lambda s, b, h, q, k: s + function(t[h]) * k * 0.1
+
+    own = gradients(flashtune.flex_attention, tensors, score(tensors[3]))
+    wide = trained(tensors, torch.float64)
+    close(own, gradients(dense, wide, score(wide[3]), None))
 
 
 def test_only_a_captured_tensor_requires_grad() -> None:
@@ -221,6 +264,40 @@ def test_kernels_pass_the_verification(name: str, deterministic: bool) -> None:
     assert verdict.passed, verdict
 
 
+@pytest.mark.parametrize(
+    "score",
+    [
+        lambda s, b, h, q, k: s - torch.sqrt((q - k).abs().to(torch.float32)),
+        lambda s, b, h, q, k: s * torch.sqrt(SHARES[h]),
+        lambda s, b, h, q, k: s + 200.0,
+    ],
+    ids=["root of zero", "root of a tensor", "large scores"],
+)
+def test_a_sample_of_heads_passes_the_verification(score: Score, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head_sampling, "MAX_SCORES", {"cpu": 1})
+    functions = trace(score, None).functions
+    changes = {"direction": Direction.BACKWARD, "batch": 4, "functions": functions}
+    problem = msgspec.structs.replace(a_problem("alibi"), **changes)
+    target, device = find_target("nvidia-h200"), torch.device("cpu")
+    config = small_config(SPLIT, problem.key, (16, 32))
+    verdict = check_kernel(SPLIT, problem, config, Specialization(lse=True), target, device, Level.QUICK)
+    assert verdict.passed, verdict
+
+
+def test_captured_tensors_of_a_case_depend_on_its_seed_alone() -> None:
+    problem = backward_problem("alibi")
+
+    def drawn(seed: int) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        table = make_side(Probe.RANDOM, problem, equal_lengths(problem), 16, generator).table_0
+        assert table is not None
+        return table
+
+    first = drawn(1)
+    assert torch.equal(drawn(1), first)
+    assert not torch.equal(drawn(2), first)
+
+
 # A text of a kernel and another one in its place, by the name of the case.
 MISTAKES = (
     ("causal", "visible &= function_mask", "visible &= function_mask | True"),
@@ -229,7 +306,7 @@ MISTAKES = (
     ("alibi", "gradient_0 + scalar_1", "gradient_0 + 0 * scalar_1"),
     ("alibi", "mask=numbers < table_numbers", "mask=numbers < table_numbers - 1"),
     ("relative bias", "ds * (1.0)", "ds * (1.001)"),
-    ("relative bias", "scalar_1 * numbers_0_1", "scalar_1 * numbers_0_0"),
+    ("relative bias", "scalar_1 * numbers_0_1", "scalar_1 * (numbers_0_1 - 1)"),
     ("relative bias", "mask=change != 0.0", "mask=change > 0.0"),
     ("softcap and window", "function_mask |= is_full", "function_mask |= True"),
     ("softcap and window", "ds * steepness", "ds * (steepness * 1.001)"),

@@ -18,6 +18,7 @@ from flashtune.core.expressions.nodes import (
     INT32,
     MAX_DEPTH,
     MAX_NODES,
+    MAX_SHIFT,
     NUMBERS,
     RULES,
     Functions,
@@ -255,6 +256,9 @@ class Builder:
         if op is Op.NEGATE and kinds == {Kind.FLOAT}:
             return self.constant(-float(values[0] or 0))
         if op is Op.TO_INT and not math.isfinite(values[0] or 0):
+            return None
+        # Decoded functions may have any count.
+        if op in (Op.SHIFT_LEFT, Op.SHIFT_RIGHT) and not 0 <= (values[1] or 0) <= MAX_SHIFT:
             return None
         if op in _OF_DIVISORS and values[1]:
             result = _OF_DIVISORS[op](*values)  # type: ignore[arg-type]

@@ -47,25 +47,29 @@ def is_of_rows(functions: Expressions, element: Element) -> bool:
 def derivatives(functions: Functions) -> Derivatives:
     """Returns functions with derivatives of the score by the score and by elements of captured tensors.
 
-    At points without a derivative, such as a bound of a minimum, it is that of the first operand, or 0 for
-    `abs` of 0.
+    The derivative of `abs` at 0 is 0. A minimum or a maximum at a bound without a derivative has that of the
+    other operand, like torch's `clamp`. If equal operands both have one, it has that of one of them.
     """
     builder = Builder(MAX_DERIVED, MAX_DERIVED_DEPTH)
     builder.tables.extend(functions.tables)
     places: list[int] = []
+    varying: set[int] = set()
     for node in functions.nodes:
         operands = [places[operand] for operand in node.operands]
         places.append(builder.make(node.op, *operands, value=node.value))
+        has_gradient = node.op is Op.LOAD and functions.tables[node.value].has_gradient
+        if node.op is Op.SCORE or has_gradient or not varying.isdisjoint(operands):
+            varying.add(places[-1])
     score, mask = (-1 if root < 0 else places[root] for root in (functions.score, functions.mask))
     slope, elements = -1, []
     if score >= 0:
-        own = _derivative(builder, functions, places, Node(Op.SCORE))
+        own = _derivative(builder, functions, places, varying, Node(Op.SCORE))
         slope = builder.constant(0.0) if own is None else own
         slope = -1 if slope == builder.constant(1.0) else slope
         loads = [node for node in functions.nodes if node.op is Op.LOAD]
         for node in dict.fromkeys(loads):
             if functions.tables[node.value].has_gradient:
-                own = _derivative(builder, functions, places, node)
+                own = _derivative(builder, functions, places, varying, node)
                 if own is not None:
                     elements.append(Element(places[functions.nodes.index(node)], own))
     roots = {place for place in (score, mask, slope, *itertools.chain(*elements)) if place >= 0}
@@ -84,12 +88,21 @@ def derivatives(functions: Functions) -> Derivatives:
     )
 
 
-def _derivative(builder: Builder, functions: Functions, places: list[int], variable: Node) -> int | None:
-    """Returns the derivative of the score by a node of functions, None if it is zero."""
+def _derivative(
+    builder: Builder, functions: Functions, places: list[int], varying: set[int], variable: Node
+) -> int | None:
+    """Returns the derivative of the score by a node of functions, None if it is zero.
+
+    `varying` has the places of nodes that depend on a value with a gradient.
+    """
     slopes: list[int | None] = []
     for node, place in zip(functions.nodes, places, strict=True):
         operands = [places[operand] for operand in node.operands]
         steps = [slopes[operand] for operand in node.operands]
+        if node.op in (Op.MINIMUM, Op.MAXIMUM) and operands[0] not in varying:
+            # At equality, the derivative is that of the first operand.
+            operands.reverse()
+            steps.reverse()
         is_variable = node == variable
         slopes.append(
             builder.constant(1.0) if is_variable else _slope(builder, node.op, place, operands, steps)

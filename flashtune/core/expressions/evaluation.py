@@ -11,6 +11,19 @@ from torch import Tensor
 
 from flashtune.core.expressions.nodes import Expressions, Kind, Node, Op, float_of
 
+
+def _minimum(first: Tensor, other: Tensor) -> Tensor:
+    """Returns the smaller operand, with the derivative of `clamp` if one operand requires grad."""
+    if first.requires_grad and other.requires_grad:
+        return torch.minimum(first, other)
+    return first.clamp(max=other) if first.requires_grad else other.clamp(max=first)
+
+
+def _maximum(first: Tensor, other: Tensor) -> Tensor:
+    """Returns the larger operand, with the derivative of `clamp` if one operand requires grad."""
+    return -_minimum(-first, -other)
+
+
 _UNARY: Mapping[Op, Callable[[Tensor], Tensor]] = {
     Op.NEGATE: torch.neg,
     Op.ABS: torch.abs,
@@ -30,8 +43,8 @@ _BINARY: Mapping[Op, Callable[[Tensor, Tensor], Tensor]] = {
     Op.DIVIDE: torch.div,
     Op.FLOOR_DIVIDE: torch.floor_divide,
     Op.REMAINDER: torch.remainder,
-    Op.MINIMUM: torch.minimum,
-    Op.MAXIMUM: torch.maximum,
+    Op.MINIMUM: _minimum,
+    Op.MAXIMUM: _maximum,
     Op.LESS: torch.lt,
     Op.LESS_EQUAL: torch.le,
     Op.EQUAL: torch.eq,
@@ -176,5 +189,5 @@ def _error(node: Node, result: Tensor, operands: list[Tensor], errors: list[Tens
 
 
 def _carried(slope: Tensor, error: Tensor) -> Tensor:
-    """Returns an error times a slope. A slope of zero carries no error, also none of infinity."""
-    return torch.where(slope == 0, 0.0, slope * error)
+    """Returns an error times a slope. It is zero if one of them is, also if the other one is infinite."""
+    return torch.where((slope == 0) | (error == 0), 0.0, slope * error)

@@ -10,7 +10,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from flashtune.core.expressions.nodes import INT32, Functions, Kind, Node, Op, float_of
+from flashtune.core.expressions.nodes import INT32, MAX_SHIFT, Functions, Kind, Node, Op, float_of
 
 
 class Interval(NamedTuple):
@@ -69,7 +69,7 @@ def intervals(
             result = _combined(node, operands)
         if math.isnan(result.least) or math.isnan(result.greatest):
             result = UNKNOWN
-        results.append(_bounded(result) if functions.kinds[place] is Kind.BOOL else result)
+        results.append(_bounded(result, functions.kinds[place]))
     return results
 
 
@@ -86,8 +86,15 @@ def block_visibility(
     return bool(mask.least) if mask.is_single else None
 
 
-def _bounded(result: Interval) -> Interval:
-    return Interval(max(result.least, 0), min(result.greatest, 1))
+def _bounded(result: Interval, kind: Kind) -> Interval:
+    """Returns an interval of values of a type. Python's ints would grow without limit."""
+    if kind is Kind.BOOL:
+        return Interval(max(result.least, 0), min(result.greatest, 1))
+    if kind is Kind.FLOAT:
+        return Interval(float(result.least), float(result.greatest))
+    # An int32 that overflows has any value.
+    fits = all(math.isinf(bound) or INT32[0] <= bound <= INT32[-1] for bound in result)
+    return result if fits else UNKNOWN
 
 
 def _combined(node: Node, operands: list[Interval]) -> Interval:
@@ -164,7 +171,8 @@ def _are_bools(first: Interval, other: Interval) -> bool:
 def _of_bits(op: Op, first: Interval, other: Interval) -> Interval:
     """Returns the possible values of an operation of the bits of ints."""
     if op in (Op.SHIFT_LEFT, Op.SHIFT_RIGHT):
-        if not other.is_single:
+        # Decoded functions may have any count.
+        if not other.is_single or not 0 <= other.least <= MAX_SHIFT:
             return UNKNOWN
         factor = 2**other.least if op is Op.SHIFT_LEFT else 2**-other.least
         shifted = Interval(_floor(first.least * factor), _floor(first.greatest * factor))

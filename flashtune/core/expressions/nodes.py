@@ -25,6 +25,8 @@ MAX_TABLES = 6
 MAX_DIMENSIONS = 4
 MAX_NUMBERS = 16
 INT32 = range(-(2**31), 2**31)
+# The largest count of a shift, in bits.
+MAX_SHIFT = 31
 
 
 class Kind(enum.StrEnum):

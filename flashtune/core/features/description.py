@@ -63,6 +63,7 @@ class UsualCall(NamedTuple, Generic[Fields]):
     keys: tuple[int, ...]  # Number of keys of each sequence.
     dtype: torch.dtype  # Element type of q.
     device: torch.device  # Device of the inputs.
+    seed: int = 0  # Seed of random values, which depend on no other state.
 
 
 class Description(NamedTuple, Generic[Fields, Inputs]):

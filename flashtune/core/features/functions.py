@@ -136,8 +136,10 @@ def usual_captures(call: UsualCall[FeatureFields]) -> dict[str, Any]:
     ints = [max(2, fields.seqlen_kv // (3 + place)) for place in range(functions.count(Op.INT_NUMBER))]
     floats = [2.0 + place for place in range(functions.count(Op.FLOAT_NUMBER))]
     sizes = _typical_sizes(functions, _places(fields), ints, floats)
+    generator = torch.Generator().manual_seed(call.seed)
     tables = [
-        _typical_table(functions, place, shape, max(1, fields.seqlen_kv)) for place, shape in enumerate(sizes)
+        _typical_table(functions, place, shape, max(1, fields.seqlen_kv), generator)
+        for place, shape in enumerate(sizes)
     ]
     made: dict[str, Any] = {
         "function_ints": torch.tensor(integers_of(ints, tables), dtype=torch.int32),
@@ -185,18 +187,19 @@ def _typical_sizes(
     return [tuple(shape) for shape in shapes]
 
 
-def _typical_table(functions: Functions, place: int, shape: tuple[int, ...], keys: int) -> Tensor:
+def _typical_table(
+    functions: Functions, place: int, shape: tuple[int, ...], keys: int, generator: torch.Generator
+) -> Tensor:
     import torch
 
     table = functions.tables[place]
     if table.dtype.kind is Kind.FLOAT:
-        # Logarithms of negative numbers are NaN.
-        is_positive = any(node.op is Op.LOG for node in functions.nodes)
-        return (torch.rand(shape) + 0.5 if is_positive else torch.randn(shape)).to(
-            TORCH_TABLES()[table.dtype]
-        )
+        # Logarithms and roots of negative numbers are NaN.
+        is_positive = any(node.op in (Op.LOG, Op.SQRT) for node in functions.nodes)
+        draw = torch.rand if is_positive else torch.randn
+        return (draw(shape, generator=generator) + 0.5 * is_positive).to(TORCH_TABLES()[table.dtype])
     if table.dtype.kind is Kind.BOOL:
-        return torch.rand(shape) < TRUE_SHARE
+        return torch.rand(shape, generator=generator) < TRUE_SHARE
     dtype = TORCH_TABLES()[table.dtype]
     loads = {
         index for index, node in enumerate(functions.nodes) if node.op is Op.LOAD and node.value == place
@@ -205,7 +208,7 @@ def _typical_table(functions: Functions, place: int, shape: tuple[int, ...], key
         loads & set(node.operands) for node in functions.nodes if node.op in (Op.EQUAL, Op.NOT_EQUAL)
     )
     if not compared or not shape:
-        return torch.randint(keys, shape).to(dtype)
+        return torch.randint(keys, shape, generator=generator).to(dtype)
     documents = torch.arange(shape[-1]) * DOCUMENTS // max(1, shape[-1])
     return documents.to(dtype).expand(shape).contiguous()
 

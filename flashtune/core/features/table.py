@@ -484,9 +484,10 @@ def usual_inputs(
     keys: tuple[int, ...],
     dtype: torch.dtype,
     device: torch.device,
+    seed: int = 0,
 ) -> dict[str, Any]:
     """Returns typical inputs of some features by name; see `UsualCall`."""
-    call = Call(fields, keys, dtype, device)
+    call = Call(fields, keys, dtype, device, seed)
     made = [entry.usual(call) for feature, entry in FEATURES.items() if feature in features and entry.usual]
     return {name: value for inputs in made for name, value in inputs.items()}
 

@@ -12,7 +12,7 @@ import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from flashtune.core.expressions.derivative import Derivatives, Element, derivatives, is_of_rows
-from flashtune.core.expressions.nodes import Op
+from flashtune.core.expressions.nodes import Kind
 from flashtune.core.features.functions import Rows, captured_values, values_of
 from flashtune.core.features.records import TABLES, ExtraInputs, FeatureFields
 
@@ -85,13 +85,16 @@ def table_terms(scores: Tensor, rows: Rows) -> list[TableTerm]:
     ]
 
 
-def depends_on_score(fields: FeatureFields) -> bool:
-    """Returns whether the index of a load with a gradient depends on the score."""
+def depends_on_floats(fields: FeatureFields) -> bool:
+    """Returns whether the index of a load with a gradient depends on floats, such as the score.
+
+    Such an index is not computed again here: another rounding may give another index.
+    """
     derived = derivatives(fields.functions)
     return any(
-        derived.nodes[place].op is Op.SCORE
+        derived.kinds[place] is Kind.FLOAT
         for element in derived.elements
-        for place in derived.needed(element.load)
+        for place in derived.needed(element.load)[:-1]
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from flashtune.core.expressions.builder import Builder
-from flashtune.core.expressions.nodes import Kind, Op
+from flashtune.core.expressions.nodes import MAX_SHIFT, Kind, Op
 from flashtune.request.functions.operands import (
     MAX_ROW,
     Constant,
@@ -25,6 +25,8 @@ _KINDS = {
     torch.float32: Kind.FLOAT,
 }
 MAX_POWER = 8
+# Above this operand, `softplus` returns it, as torch's does.
+SOFTPLUS_LIMIT = 20.0
 
 
 Handler = Callable[..., Any]
@@ -137,7 +139,7 @@ def _inverted(builder: Builder, operand: int) -> int:
 
 def _shift(op: Op) -> Handler:
     def shift(builder: Builder, first: int, count: int) -> int:
-        last = builder.constant(31)
+        last = builder.constant(MAX_SHIFT)
         # More bits than there are shift all of them out.
         within = builder.promoted(Op.MINIMUM, builder.promoted(Op.MAXIMUM, count, builder.constant(0)), last)
         shifted = _integers(builder, op, first, within)
@@ -188,16 +190,22 @@ def _activation(function: Handler) -> Handler:
     return activation
 
 
+def _relu(builder: Builder, operand: int) -> int:
+    # Not a maximum, whose derivative at 0 is 1.
+    zero = builder.constant(0)
+    return builder.where(builder.promoted(Op.LESS_EQUAL, operand, zero), zero, operand)
+
+
 def _silu(builder: Builder, operand: int) -> int:
     return builder.make(Op.MULTIPLY, builder.to_float(operand), _sigmoid(builder, operand))
 
 
 def _softplus(builder: Builder, operand: int) -> int:
-    operand, one = builder.to_float(operand), builder.constant(1.0)
-    # exp(-abs(x)) does not overflow.
-    power = builder.make(Op.EXP, builder.make(Op.NEGATE, builder.make(Op.ABS, operand)))
-    positive = builder.make(Op.MAXIMUM, operand, builder.constant(0.0))
-    return builder.make(Op.ADD, positive, builder.make(Op.LOG, builder.make(Op.ADD, one, power)))
+    operand, one, limit = builder.to_float(operand), builder.constant(1.0), builder.constant(SOFTPLUS_LIMIT)
+    # The exponential does not overflow.
+    power = builder.make(Op.EXP, builder.make(Op.MINIMUM, operand, limit))
+    smooth = builder.make(Op.LOG, builder.make(Op.ADD, one, power))
+    return builder.make(Op.WHERE, builder.make(Op.LESS_EQUAL, operand, limit), smooth, operand)
 
 
 def _gelu(builder: Builder, operand: Any, approximate: str = "none") -> int:
@@ -417,7 +425,7 @@ HANDLERS: Mapping[str, Handler] = {
     "softplus": _of(_softplus, 1),
     "pow": _power,
     "square": lambda builder, operand: _power(builder, operand, Constant(2)),
-    "relu": _activation(lambda builder, operand: _clamp(builder, operand, Constant(0))),
+    "relu": _activation(_relu),
     **_names(_clamp, "clamp", "clip"),
     "clamp_min": _clamp,
     "clamp_max": lambda builder, operand, max: _clamp(builder, operand, None, max),  # noqa: A006 - torch's name

@@ -3,6 +3,7 @@
 They are made on the device. A search caches them for its next candidates.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -35,6 +36,8 @@ from flashtune.verification.reference.forward import sample
 
 # Heads that are not compared get a log-sum-exp of about the right size, so that probabilities are finite.
 ABOUT_ONE = 1.0
+# That of functions of scores, whose results have any size: all probabilities are 0.
+ABOVE_ALL = 1e30
 
 
 class Prepared(NamedTuple):
@@ -117,7 +120,7 @@ def _results(
 def about_right(problem: Problem, inputs: BackwardCase) -> tuple[Tensor, Tensor]:
     """Returns an output of zeros, and a log-sum-exp with which probabilities are finite."""
     out = torch.zeros_like(inputs.dout)
-    size = torch.tensor(float(max(1, problem.seqlen_kv))).log().item() + ABOUT_ONE
+    size = ABOVE_ALL if problem.functions else math.log(max(1, problem.seqlen_kv)) + ABOUT_ONE
     return out, torch.full(out.shape[:3], size, dtype=torch.float32, device=out.device)
 
 

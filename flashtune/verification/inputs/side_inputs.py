@@ -70,7 +70,7 @@ def make_side(
     draw = Draw(probe, problem, lengths, block, generator)
     others = problem.features - MAKERS.keys()
     dtype = TORCH_DTYPES[problem.dtype]
-    made = usual_inputs(problem, others, lengths.keys, dtype, generator.device)
+    made = usual_inputs(problem, others, lengths.keys, dtype, generator.device, generator.initial_seed())
     for feature, make in MAKERS.items():
         if feature in problem.features:
             made |= make(draw)

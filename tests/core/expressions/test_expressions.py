@@ -1,6 +1,7 @@
 """Tests of expressions of functions: canonical form, decoding, derivatives, errors, and intervals."""
 
 import itertools
+import math
 from collections.abc import Callable
 
 import msgspec
@@ -86,6 +87,24 @@ def test_classification_of_blocks() -> None:
         places = {**others, Op.QUERY: Interval(64, 127), Op.KEY: Interval(first, last)}
         assert block_visibility(functions, places) is expected
     assert block_visibility(Functions(), others) is True
+
+
+@pytest.mark.parametrize("op", [Op.SHIFT_LEFT, Op.SHIFT_RIGHT])
+@pytest.mark.parametrize("count", [-(2**31), -1, 32, 2**31 - 1])
+def test_shifts_of_decoded_functions_may_have_any_count(op: Op, count: int) -> None:
+    text = f"score.int@1.int@{count}.{op}/1/2.to_float/3.add/0/4:5:-1:"
+    functions = parse_functions(text)
+    assert intervals(functions, {})[3] == Interval(-math.inf, math.inf)
+    assert derivatives(functions).slope == -1
+
+
+@pytest.mark.parametrize(("leaf", "bound"), [("key", -math.inf), ("key.to_float/0", 0.0)])
+def test_bounds_of_long_products_do_not_grow_without_limit(leaf: str, bound: float) -> None:
+    first = leaf.count(".")
+    squares = "".join(f".multiply/{place}/{place}" for place in range(first, first + 40))
+    functions = parse_functions(f"{leaf}{squares}.less/{first + 40}/{first + 40}:-1:{first + 41}:")
+    products = intervals(functions, {Op.KEY: Interval(0, 3)})
+    assert products[first + 40] == Interval(bound, math.inf)
 
 
 LEAF = Node(Op.QUERY)
