@@ -315,7 +315,7 @@ def emulate(
     module = load_module(kernel)
     # A bias, mask or block mask is no argument of the kernel: it is described, or listed by the prologue.
     described = [array for array in extra_inputs if array.ndim == BIAS_DIMS and len(memory) > len(tensors)]
-    passed = [array for array in extra_inputs if array.ndim < LISTED_DIMS or _is_tree(array)]
+    passed = [array for array in extra_inputs if array.ndim < LISTED_DIMS or _is_read(array)]
     made = module.descriptors(*tensors, *(_like(array) for array in described))
     descriptors = [
         Descriptor(descriptor, flat) for parts, flat in zip(made, memory, strict=True) for descriptor in parts
@@ -339,8 +339,9 @@ def emulate(
             names[kernel.entry](*descriptors, *rows, Pointer(lse), *pointers, scale, *numbers, *integers)
 
 
-def _is_tree(array: Array) -> bool:
-    return array.ndim == LISTED_DIMS and array.dtype == bool
+def _is_read(array: Array) -> bool:
+    """Returns whether an input is a tree mask or a captured tensor, and no list."""
+    return array.ndim == LISTED_DIMS and (array.dtype == bool or array.dtype.kind == "f")
 
 
 def _like(array: Array) -> torch.Tensor:

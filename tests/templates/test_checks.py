@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashtune.core.features.records import BlockLists
+from flashtune.core.expressions.nodes import NO_FUNCTIONS, Functions
+from flashtune.core.features.records import TABLES, BlockLists
 from flashtune.core.kernel import Alignment
 from flashtune.launch.compilation import load_module
+from flashtune.request.functions.tracing import TABLE_DTYPES
 from flashtune.templates import registry
 from flashtune.templates.registry import family_names, template_hash
 from flashtune.templates.rendering import CHECKS
@@ -33,6 +35,15 @@ def wrapper_of(name: str) -> Callable[..., Any]:
     module = load_module(rendered_kernel(name))
     wrapper: Callable[..., Any] = getattr(module, "attention_backward", None) or module.attention
     return wrapper
+
+
+def captured_tables(functions: Functions) -> Call:
+    """Captured tensors of functions."""
+    dtypes = {own: dtype for dtype, own in TABLE_DTYPES.items()}
+    return {
+        name: torch.zeros((HEADS,) * table.dimensions, dtype=dtypes[table.dtype])
+        for name, table in zip(TABLES, functions.tables, strict=False)
+    }
 
 
 def call_of(name: str) -> Call:
@@ -73,6 +84,10 @@ def call_of(name: str) -> Call:
         "block_table": torch.zeros(BATCH, TABLE_WIDTH, dtype=torch.int32),
         "block_counts": torch.zeros(BATCH, listed, 1, dtype=torch.int32),
         "block_indices": torch.zeros(BATCH, listed, 1, 2, dtype=torch.int32),
+        "full_counts": torch.zeros(BATCH, listed, 1, dtype=torch.int32),
+        "function_ints": torch.zeros(1, dtype=torch.int32),
+        "function_floats": torch.zeros(1),
+        **captured_tables(asked.get("functions", NO_FUNCTIONS)),
         "seed": torch.zeros(1, dtype=torch.int64),
         "softcap": 30.0,
         "dropout": 0.1,
@@ -124,8 +139,13 @@ def put(tensor: str, made: Callable[[Tensor], Tensor]) -> Change:
 
 @functools.cache
 def tensors_of(name: str) -> tuple[str, ...]:
-    """Names of the tensors that a wrapper takes."""
-    return tuple(argument for argument, value in call_of(name).items() if isinstance(value, Tensor))
+    """Names of the tensors that a wrapper takes, without captured values of functions."""
+    tensors = [argument for argument, value in call_of(name).items() if isinstance(value, Tensor)]
+    return tuple(argument for argument in tensors if not argument.startswith(("function_", "table_")))
+
+
+def captured_of(name: str) -> list[str]:
+    return [argument for argument in call_of(name) if argument.startswith("table_")]
 
 
 def large_tensors_of(name: str) -> list[str]:
@@ -149,6 +169,16 @@ def test_other_dtype_is_refused(name: str) -> None:
             put(tensor, lambda x: x.to(torch.float64)),
             rf"^{tensor} has dtype torch.float64, expected {expected}$",
         )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in COMBINATIONS if captured_of(name)])
+def test_other_captured_tensors_are_refused(name: str) -> None:
+    for tensor in captured_of(name):
+        message = rf"^{tensor} is torch.* of \d dimensions, expected torch.* of \d$"
+        refused(name, put(tensor, lambda x: x.to(torch.float64)), message)
+        refused(name, put(tensor, lambda x: x[..., None]), message)
+        refused(name, put(tensor, lambda x: x.to("meta")), message)
 
 
 @pytest.mark.slow
@@ -213,7 +243,7 @@ def test_unequal_batches_are_refused(name: str) -> None:
 def test_a_last_dimension_that_is_not_contiguous_is_refused(name: str) -> None:
     for tensor in tensors_of(name):
         # A dimension of one element is contiguous by any stride.
-        if "scale" not in tensor and tensor not in ("seed", "block_counts"):
+        if "scale" not in tensor and tensor not in ("seed", "block_counts", "full_counts"):
             message = rf"^{tensor} has strides \(.*\), expected 1 for the last dimension$"
             refused(name, put(tensor, wrong_strides), message)
 

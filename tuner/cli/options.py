@@ -488,4 +488,5 @@ def model_options(command: AnyCommand) -> AnyCommand:
         sizes = ModelSizes(Phase.TRAINING, seqlen or LENGTHS, batch, dtype)
         return command(*args, models=WholeModels(gather_models(models, hf_configs), sizes), **kwargs)
 
-    return apply_options((*SHAPE_OPTIONS[1:3], *SHAPE_OPTIONS[5:8]), with_models)
+    sizes = SHAPE_OPTIONS.index(PHASE_OPTION) + 1
+    return apply_options((*SHAPE_OPTIONS[1:3], *SHAPE_OPTIONS[sizes : sizes + 3]), with_models)
