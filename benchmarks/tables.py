@@ -20,7 +20,7 @@ from flashtune.tuner.cli.report.bench_terminal import lengths_of, title_of
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = "benchmarks/tables.py"
-PARTS = ("bench", "gqa-fp8", "fp8", "backward")
+PARTS = ("bench", "gqa-fp8", "fp8", "backward", "paged", "split-grid")
 RESULTS = (
     *(ROOT / f"benchmarks/results/nvidia-h200-{part}.json.gz" for part in PARTS),
     ROOT / "benchmarks/results/nvidia-h100-features.json.gz",
@@ -124,9 +124,39 @@ def fp8_table(results: Results) -> Iterator[str]:
 
 def features_table(results: Results) -> Iterator[str]:
     """Our speed and each peer's at each point of the grid; nothing if no point has features."""
-    benches = results["features"]
-    if not any(bench.problem.features for bench in benches):
-        return
+    if any(bench.problem.features for bench in results["features"]):
+        yield from _peers_table(results["features"])
+
+
+def paged_table(results: Results) -> Iterator[str]:
+    """Our speed and each peer's at each point of the grid."""
+    if results["paged"]:
+        yield from _peers_table(results["paged"])
+
+
+def splits_table(results: Results) -> Iterator[str]:
+    """Our times at each point of the grid, and our speed over the best peer's."""
+    lengths = sorted({bench.problem.seqlen_kv for bench in results["splits"]})
+    cells: dict[tuple[str, ...], dict[int, str]] = {}
+    ratios = []
+    for bench in results["splits"]:
+        problem, own = bench.problem, _ours(bench).ms
+        ratio = min(row.ms for row in bench.rows if row.name != OURS) / own
+        ratios.append(ratio)
+        heads, layout = f"{problem.heads}/{problem.kv_heads}", "pages" if problem.page_size else "dense"
+        line = cells.setdefault((heads, str(problem.batch), str(problem.seqlen_q), layout), {})
+        line[problem.seqlen_kv] = f"{own:.3f} ({ratio:.2f})"
+    if ratios:
+        yield "Milliseconds by number of keys (in brackets: speed over the best peer):"
+        yield ""
+        rows = ((*line, *(of.get(length, "–") for length in lengths)) for line, of in cells.items())
+        heads = "heads", "batch", "queries", "keys and values"
+        yield from table((*heads, *(f"{length:,}" for length in lengths)), rows)
+        yield ""
+        yield f"Geometric mean of {len(ratios)}: {statistics.geometric_mean(ratios):.2f}, worst {min(ratios):.2f}."
+
+
+def _peers_table(benches: Sequence[Bench]) -> Iterator[str]:
     peers = dict.fromkeys(row.name for bench in benches for row in bench.rows if row.name != OURS)
     gpu = benches[0].target.removeprefix("nvidia-").upper()
     yield f"TFLOP/s on an NVIDIA {gpu}, or GB/s in decoding (last column: over the best peer):"
@@ -187,6 +217,8 @@ TABLES: dict[str, Callable[[Results], Iterator[str]]] = {
     "fp8": fp8_table,
     "backward": backward_table,
     "features": features_table,
+    "paged": paged_table,
+    "splits-grid": splits_table,
     "winners": lambda results: winners_table(results["paper"], "forward_hopper"),
     "backward-winners": lambda results: winners_table(results["backward"], "backward_hopper"),
 }

@@ -216,7 +216,7 @@ def main() -> None:
         compiled.result()
     rows: list[Row] = []
     end = time.monotonic() + arguments.seconds
-    for problem in (*trees()[:3], *batches()[:2], *trees()[3:], *batches()[2:]):
+    for problem in (*batches()[:2], *trees()[:3], *batches()[2:], *trees()[3:]):
         if time.monotonic() > end:
             break
         rows.append((tree_row if problem.tree else batch_row)(problem, target, device))

@@ -455,11 +455,13 @@ def _bits(saved: Saved[Report]) -> Iterator[str]:
 
 def candidates(problem: Problem, target: Target) -> tuple[tuple[str, Problem, Candidate], ...]:
     """Returns the kernels of a shape: unconstrained, invariant, invariant without splits, and variants."""
-    record = select(problem, target, tuned_records(target.name), Specialization(), generated=True).record
-    assert record.config is not None
     bound = msgspec.structs.replace(problem, batch_invariant=True)
-    family = find_family("forward_hopper")
-    own = family.default(bound, target)
+    tables = tuned_records(target.name)
+    record, chosen = (
+        select(each, target, tables, Specialization(), generated=True).record for each in (problem, bound)
+    )
+    family, own = find_family("forward_hopper"), chosen.config
+    assert record.config is not None
     assert isinstance(own, HopperConfig)
     found = [
         ("unconstrained", problem, Candidate(record.family, record.config)),

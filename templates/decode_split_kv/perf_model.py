@@ -108,7 +108,7 @@ class DecodeModel(PerformanceModel[DecodeConfig]):
         rate = peak_rate * 1e6 / target.sm_count * (WARPGROUP_RATE if grouped else WARP_RATE)
         busy = rounds * (max(part / share, products / rate) + PROGRAM)
         if problem.kv_dtype is not None or problem.page_size:
-            busy = max(busy, math.ceil(rounds / SIDE_BY_SIDE) * (part / LONE_PROGRAM + PROGRAM))
+            busy = max(busy, math.ceil(rounds / SIDE_BY_SIDE) * (part * tiles / LONE_PROGRAM + PROGRAM))
         moved = problem.minimal_bytes() / bandwidth + PROGRAM
         launch = LAUNCH - EARLY_START if config.early_start else LAUNCH
         return (launch + max(busy, moved) + combining_us(problem, config.num_splits, target)) / 1e3

@@ -20,6 +20,7 @@ GPT_OSS = "dtype=bf16,heads=64,kv_heads=8,head_dim=64,tokens=16384,seqlen=4096|1
 GQA = "dtype=bf16,heads=32,kv_heads=8,head_dim=128"
 PACKED = f"{GQA},batch=24,seqlen=8192,packed=32768,causal"
 CHUNKED = f"{GQA},batch=16,seqlen_q=512,seqlen_kv=8192,causal=bottom_right"
+FEW_KV_HEADS = "dtype=bf16,head_dim=128,heads=8,kv_heads=1"
 # Each entry is a shape as for --shape. Lengths vary fastest. Lengths of packed and paged sequences are powers
 # of two, to which calls round them.
 GRIDS: dict[str, tuple[str, ...]] = {
@@ -52,6 +53,16 @@ GRIDS: dict[str, tuple[str, ...]] = {
         f"{GQA},seqlen_q=1,batch=16,seqlen_kv=8192,page_size=16",
         f"{GQA},seqlen_q=1,batch=64,seqlen_kv=4096,page_size=16|64",
         "dtype=bf16,heads=64,kv_heads=8,head_dim=128,seqlen_q=1,batch=128,seqlen_kv=4096,page_size=16",
+    ),
+    "splits": (
+        *(
+            f"dtype=bf16,head_dim=128,heads={heads},kv_heads={kv_heads},batch=1,"
+            "seqlen_q=17|64|256|512,seqlen_kv=4096|32768|131072"
+            for heads, kv_heads in ((8, 1), (32, 8), (64, 8))
+        ),
+        f"{FEW_KV_HEADS},batch=8,seqlen_q=17|64,seqlen_kv=16384",
+        f"{FEW_KV_HEADS},batch=1,seqlen_q=16|17|64,seqlen_kv=65536,page_size=16,causal=bottom_right",
+        f"{GQA},batch=1,seqlen_q=17|64,seqlen_kv=8192|65536,page_size=16,causal=bottom_right",
     ),
     "features": (
         *(f"{CAUSAL}{more}" for more in ("", ",window=1023", ",softcap", ",alibi", ",chunk=2048")),

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from flashtune.tuner.bench.results import BenchRun
 
 # As in `grids` and `peer_runs` of `flashtune.tuner.bench`, whose import would slow down `--help`.
-GRIDS = ("paper", "gqa", "fp8", "backward", "decode", "paged", "features")
+GRIDS = ("paper", "gqa", "fp8", "backward", "decode", "paged", "splits", "features")
 MAX_RESULT_BYTES = 2**28
 PEERS = ("sdpa-cudnn", "sdpa-flash", "sdpa-efficient", "flex", "flash-attn-4", "flashinfer", "unfused")
 
@@ -53,6 +53,7 @@ PEERS = ("sdpa-cudnn", "sdpa-flash", "sdpa-efficient", "flex", "flash-attn-4", "
     "and 8192. decode: bf16, one query for each head, batches 1 to 128, "
     "caches of 4096 to 131072 keys, in GB/s. paged: bf16, one query for each head, 32 or 64 heads on 8, "
     "caches of 1024 to 65536 keys in pages of 16 and 64, batches 1 to 128. "
+    "splits: bf16, 16 to 512 queries over 4096 to 131072 keys. "
     "features: windows, softcap, ALiBi, chunks, sinks, masks, packed "
     "sequences and pages. Repeatable.",
 )
