@@ -153,7 +153,8 @@ def splits_table(results: Results) -> Iterator[str]:
         heads = "heads", "batch", "queries", "keys and values"
         yield from table((*heads, *(f"{length:,}" for length in lengths)), rows)
         yield ""
-        yield f"Geometric mean of {len(ratios)}: {statistics.geometric_mean(ratios):.2f}, worst {min(ratios):.2f}."
+        mean = statistics.geometric_mean(ratios)
+        yield f"Geometric mean of {len(ratios)}: {mean:.2f}, worst {min(ratios):.2f}."
 
 
 def _peers_table(benches: Sequence[Bench]) -> Iterator[str]:
