@@ -238,9 +238,9 @@ def killed_drivers(fault: str, kills: int, url: str, folder: Path, start: Callab
                 os.kill(child, signal.SIGKILL)
                 os.waitpid(child, 0)
                 killed += 1
+        # A job was set aside if its drivers were killed three times. The same command queues it again.
+        assert ends_within(forked(partial(drive, start, log, begun, first)), 600)
         if is_last:
-            # A job was set aside if its drivers were killed three times. The same command queues it again.
-            assert ends_within(forked(partial(drive, start, log, begun, first)), 600)
             return audit(fault, killed, url, log)
     raise AssertionError
 

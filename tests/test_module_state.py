@@ -76,14 +76,14 @@ def module_trees() -> Iterator[tuple[str, ast.Module]]:
 
 
 def called(node: ast.expr | None) -> str:
-    """The name of the function that an expression calls or refers to."""
+    """Returns the name of the function that an expression calls or refers to."""
     if isinstance(node, ast.Call):
         node = node.func
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
 def is_state(name: str, value: ast.expr | None) -> bool:
-    """Whether a name of a module is a lock or a container that code may change. Constants are upper-case."""
+    """Returns whether a module's name is a lock or a changeable container. Constants are upper-case."""
     if isinstance(value, ast.Call) and called(value) in LOCKS:
         return True
     display = ast.Dict | ast.List | ast.Set | ast.DictComp | ast.ListComp | ast.SetComp
@@ -92,7 +92,7 @@ def is_state(name: str, value: ast.expr | None) -> bool:
 
 
 def is_kept(path: str, target: ast.expr) -> bool:
-    """Whether a name is that of an attribute or of a module's state, and not that of a local variable."""
+    """Returns whether a name is an attribute's or that of a module's state, and not a local variable's."""
     return isinstance(target, ast.Attribute) or f"{path} {ast.unparse(target)}" in STATE
 
 

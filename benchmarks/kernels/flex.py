@@ -73,7 +73,7 @@ class Row(msgspec.Struct, frozen=True):
 
 
 def gallery(batch: int, heads: int, seqlen: int, device: torch.device) -> dict[str, Functions]:
-    """The functions, with captured tensors for these extents."""
+    """Returns the functions, with captured tensors for these extents."""
     generator = torch.Generator(device).manual_seed(0)
     slopes = 2.0 ** (-8.0 * torch.arange(1, heads + 1, device=device) / heads)
     table = torch.randn(heads, 257, device=device, generator=generator)
@@ -109,25 +109,22 @@ def gallery(batch: int, heads: int, seqlen: int, device: torch.device) -> dict[s
 
 def main() -> None:
     """Measures, prints, and writes the requested file."""
-    options = _options()
+    options = options_of(__doc__, [*gallery(1, 1, 1, torch.device("cpu"))])
     if not torch.cuda.is_available():
         raise SystemExit("flex.py measures GPU time, and no GPU is visible here")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, driver {driver_version()}")
     rows: list[Row] = []
-    for name in options.functions:
-        for head_dim in options.head_dims:
-            for heads, kv_heads in options.heads:
-                for seqlen in options.seqlens:
-                    rows.append(measure(name, heads, kv_heads, seqlen, head_dim))
-                    print(line(rows[-1]), flush=True)
-                    if options.save:
-                        save(options.save, rows)
+    for shape in shapes_of(options):
+        rows.append(measure(*shape))
+        print(line(rows[-1]), flush=True)
+        if options.save:
+            save(options.save, rows)
     print(summary(rows))
     raise SystemExit(not all(row.is_right for row in rows))
 
 
 def measure(name: str, heads: int, kv_heads: int, seqlen: int, head_dim: int) -> Row:
-    """All implementations of a case in one run, after their comparison."""
+    """Returns the times of all implementations of a case in one run, after their comparison."""
     device = torch.device("cuda", 0)
     torch.compiler.reset()
     checked = check(name, heads, kv_heads, head_dim, device)
@@ -169,7 +166,7 @@ class Check(NamedTuple):
 
 @functools.cache
 def check(name: str, heads: int, kv_heads: int, head_dim: int, device: torch.device) -> Check:
-    """Errors, the time of the first call, and host times of later calls."""
+    """Returns errors, the time of the first call, and host times of later calls."""
     case = gallery(2, heads, CHECKED, device)[name]
     q, k, v = inputs(2, heads, kv_heads, CHECKED, head_dim, device)
     mask = block_mask(case, 2, CHECKED, device)
@@ -191,7 +188,7 @@ def check(name: str, heads: int, kv_heads: int, head_dim: int, device: torch.dev
 
 
 def host_us(run: Callable[[], object]) -> float:
-    """The time in which the host queues a call."""
+    """Returns the time in which the host queues a call."""
     for _ in range(CALLS):
         run()
     torch.cuda.synchronize()
@@ -206,7 +203,7 @@ def host_us(run: Callable[[], object]) -> float:
 def inputs(
     batch: int, heads: int, kv_heads: int, seqlen: int, head_dim: int, device: torch.device
 ) -> tuple[Tensor, ...]:
-    """Random queries, keys and values."""
+    """Returns random queries, keys and values."""
     generator = torch.Generator(device).manual_seed(1)
     return tuple(
         torch.randn(batch, count, seqlen, head_dim, dtype=torch.bfloat16, device=device, generator=generator)
@@ -215,14 +212,14 @@ def inputs(
 
 
 def block_mask(case: Functions, batch: int, seqlen: int, device: torch.device) -> Any:
-    """Torch's block mask of a case, or None."""
+    """Returns torch's block mask of a case, or None."""
     if case.mask is None:
         return None
     return create_block_mask(case.mask, batch if case.batches else None, None, seqlen, seqlen, device=device)
 
 
 def line(row: Row) -> str:
-    """A row as it is printed."""
+    """Returns the text of a row."""
     shape = f"{row.heads}/{row.kv_heads} heads, S={row.seqlen}, D={row.head_dim}"
     built_in = f", {row.built_in:.3f} built in ({row.built_in / row.ours:.2f})" if row.built_in else ""
     host = f" of {row.built_in_host_us:.0f}" if row.built_in_host_us else ""
@@ -234,7 +231,7 @@ def line(row: Row) -> str:
 
 
 def summary(rows: list[Row]) -> str:
-    """The geometric mean and the smallest speedup, and the numbers of wrong results."""
+    """Returns the geometric mean and the smallest speedup, and the numbers of wrong results."""
     speedups = torch.tensor([row.speedup for row in rows], dtype=torch.float64)
     shares = [row.built_in / row.ours for row in rows if row.built_in]
     least = f", least share of the built-in speed {min(shares):.2f}" if shares else ""
@@ -246,7 +243,7 @@ def summary(rows: list[Row]) -> str:
 
 
 def texts() -> dict[str, str]:
-    """The table of the saved run, by name."""
+    """Returns the table of the saved run, by name."""
     saved = load(SAVED, tuple[Row, ...])
     rows = [
         (
@@ -271,10 +268,21 @@ def _heads(text: str) -> tuple[int, int]:
     return heads, kv_heads
 
 
-def _options() -> argparse.Namespace:
-    names = [*gallery(1, 1, 1, torch.device("cpu"))]
+def shapes_of(options: argparse.Namespace) -> list[tuple[str, int, int, int, int]]:
+    """Returns the requested functions and shapes: name, heads, KV heads, tokens and head dim."""
+    return [
+        (name, heads, kv_heads, seqlen, head_dim)
+        for name in options.functions
+        for head_dim in options.head_dims
+        for heads, kv_heads in options.heads
+        for seqlen in options.seqlens
+    ]
+
+
+def options_of(description: str | None, names: list[str]) -> argparse.Namespace:
+    """Returns the options of the command line, for functions of these names."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--functions", nargs="+", choices=names, default=names, metavar="NAME")
     parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128])

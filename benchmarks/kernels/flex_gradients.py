@@ -9,11 +9,9 @@ interleaved in random order, with a cold L2 before each. Times are medians. Shap
 Block masks have random blocks of 64 or 128, of which a share is visible. Needs a GPU.
 """
 
-import argparse
 import random
 import warnings
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import msgspec
@@ -23,13 +21,20 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import flashtune
+from benchmarks.kernels.flex import (
+    CAP,
+    CHECKED,
+    ROUNDS,
+    TOKENS,
+    WINDOW,
+    Function,
+    inputs,
+    options_of,
+    shapes_of,
+)
 from benchmarks.saved import save
 from flashtune.dispatch.versions import driver_version
 from flashtune.tuner.execution.timing import measure_interleaved
-
-TOKENS, CHECKED, ROUNDS = 16_384, 1000, 21
-WINDOW, CAP = 1024, 20.0
-Function = Callable[..., Tensor]
 
 
 class Functions(NamedTuple):
@@ -61,7 +66,7 @@ class Row(msgspec.Struct, frozen=True):
 
 
 def cases(batch: int, heads: int, seqlen: int, device: torch.device) -> dict[str, Functions]:
-    """The functions, with captured tensors for these extents."""
+    """Returns the functions, with captured tensors for these extents."""
     generator = torch.Generator(device).manual_seed(0)
 
     def trained(*shape: int) -> Tensor:
@@ -100,22 +105,15 @@ def _blocks(size: int, percent: int, seqlen: int, generator: torch.Generator) ->
 
 def main() -> None:
     """Measures, prints, and writes the requested file."""
-    options = _options()
+    options = options_of(__doc__, [*cases(1, 1, 1, torch.device("cpu"))])
     if not torch.cuda.is_available():
         raise SystemExit("flex_gradients.py measures GPU time, and no GPU is visible here")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, driver {driver_version()}")
     # Backward passes run repeatedly with the same saved tensors.
     compiling.donated_buffer = False
     rows: list[Row] = []
-    shapes = [
-        (name, heads, seqlen, head_dim)
-        for name in options.functions
-        for head_dim in options.head_dims
-        for heads in options.heads
-        for seqlen in options.seqlens
-    ]
-    for name, (heads, kv_heads), seqlen, head_dim in shapes:
-        rows.append(measure(name, heads, kv_heads, seqlen, head_dim))
+    for shape in shapes_of(options):
+        rows.append(measure(*shape))
         print(line(rows[-1]), flush=True)
         if options.save:
             save(options.save, rows)
@@ -127,14 +125,14 @@ def main() -> None:
 
 
 def measure(name: str, heads: int, kv_heads: int, seqlen: int, head_dim: int) -> Row:
-    """Both implementations of a case in one run, after their comparison."""
+    """Returns the times of both implementations of a case in one run, after their comparison."""
     torch.compiler.reset()
     device = torch.device("cuda", 0)
     theirs = torch.compile(flex_attention, dynamic=False)
     errors = check(name, heads, kv_heads, head_dim, theirs, device)
     batch = max(1, TOKENS // seqlen)
     case = cases(batch, heads, seqlen, device)[name]
-    tensors = inputs(batch, heads, kv_heads, seqlen, head_dim, device)
+    tensors = _trained(inputs(batch, heads, kv_heads, seqlen, head_dim, device))
     runs = [backward(function, case, tensors) for function in (flashtune.flex_attention, theirs)]
     order = random.Random(f"{name} {heads} {seqlen} {head_dim}").sample(range(2), 2)  # noqa: S311 - an order
     measured = measure_interleaved([runs[place] for place in order], device, rounds=ROUNDS)
@@ -145,10 +143,10 @@ def measure(name: str, heads: int, kv_heads: int, seqlen: int, head_dim: int) ->
 def check(
     name: str, heads: int, kv_heads: int, head_dim: int, theirs: Function, device: torch.device
 ) -> tuple[float, float]:
-    """The largest errors of the gradients of both implementations, relative to the largest elements."""
+    """Returns the largest errors of the gradients of both, relative to the largest elements."""
     case = cases(2, heads, CHECKED, device)[name]
-    tensors = inputs(2, heads, kv_heads, CHECKED, head_dim, device)
-    wide = [tensor.detach().double().requires_grad_() for tensor in tensors]
+    tensors = _trained(inputs(2, heads, kv_heads, CHECKED, head_dim, device))
+    wide = _trained(tensor.detach().double() for tensor in tensors)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         exact = backward(flex_attention, case, wide)()
@@ -165,7 +163,7 @@ def check(
 
 
 def backward(function: Any, case: Functions, tensors: list[Tensor]) -> Callable[[], tuple[Tensor, ...]]:
-    """The backward pass alone, with the gradients of captured tensors."""
+    """Returns the backward pass alone, with the gradients of captured tensors."""
     q, k, v = tensors
     mask = None
     if case.mask is not None:
@@ -177,42 +175,16 @@ def backward(function: Any, case: Functions, tensors: list[Tensor]) -> Callable[
     return lambda: torch.autograd.grad(out, (*tensors, *case.captured), dout, retain_graph=True)
 
 
-def inputs(
-    batch: int, heads: int, kv_heads: int, seqlen: int, head_dim: int, device: torch.device
-) -> list[Tensor]:
-    """Random queries, keys and values that require grad."""
-    generator = torch.Generator(device).manual_seed(1)
-    return [
-        torch.randn(batch, count, seqlen, head_dim, dtype=torch.bfloat16, device=device, generator=generator)
-        .requires_grad_()
-        for count in (heads, kv_heads, kv_heads)
-    ]  # fmt: skip
+def _trained(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return [tensor.requires_grad_() for tensor in tensors]
 
 
 def line(row: Row) -> str:
-    """A row as it is printed."""
+    """Returns the text of a row."""
     shape = f"{row.heads}/{row.kv_heads} heads, S={row.seqlen}, D={row.head_dim}"
     verdict = "" if row.is_right else f"; WRONG: error {row.error:.2g} of {row.their_error:.2g}"
     speedup = row.theirs / row.ours
     return f"{row.function}, {shape}: {row.ours:.3f} ms of {row.theirs:.3f} ({speedup:.2f}x){verdict}"
-
-
-def _heads(text: str) -> tuple[int, int]:
-    heads, kv_heads = map(int, text.split("/"))
-    return heads, kv_heads
-
-
-def _options() -> argparse.Namespace:
-    names = [*cases(1, 1, 1, torch.device("cpu"))]
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--functions", nargs="+", choices=names, default=names, metavar="NAME")
-    parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128])
-    parser.add_argument("--seqlens", type=int, nargs="+", default=[4096, 16_384])
-    parser.add_argument("--heads", type=_heads, nargs="+", default=[(16, 16), (32, 8)], metavar="Q/KV")
-    parser.add_argument("--save", type=Path, help="write the rows as JSON")
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

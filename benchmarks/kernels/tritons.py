@@ -48,7 +48,7 @@ class Comparison(msgspec.Struct, frozen=True):
 
 
 def texts() -> dict[str, str]:
-    """The tables of the saved runs, by name."""
+    """Returns the tables of the saved runs, by name."""
     source = sources()[str(SAVED[0].relative_to(ROOT))]
     heading = f"On an {source.gpu} (torch {source.torch}):"
     bundled = [
@@ -67,7 +67,7 @@ def _bundled(version: str, ending: str) -> BenchRun:
 
 
 def lines_of(paths: Iterable[Path]) -> Iterator[str]:
-    """The lines of the table of saved runs, of which the first is of the version to compare with."""
+    """Returns the lines of the table of saved runs, of which the first is of the version to compare with."""
     runs: dict[str, list[BenchRun]] = {}
     for path in paths:
         run = read_report(content(path), path.name)
@@ -77,7 +77,7 @@ def lines_of(paths: Iterable[Path]) -> Iterator[str]:
 
 
 def lines(*pairs: Sequence[Sequence[BenchRun]]) -> Iterator[str]:
-    """The lines of the table: a row for each grid and pair. Both sides of a pair have as many runs."""
+    """Returns the lines of the table: a row for each grid and pair. Both of a pair have as many runs."""
     rows = [
         (
             row.grid,
@@ -100,7 +100,7 @@ def lines(*pairs: Sequence[Sequence[BenchRun]]) -> Iterator[str]:
 
 
 def compare(first: Sequence[BenchRun], other: Sequence[BenchRun]) -> tuple[Comparison, ...]:
-    """Speeds of one version's kernels over those of the first, grid by grid: medians over pairs of runs.
+    """Returns speeds of one version's kernels over those of the first: medians over pairs of runs.
 
     A pair counts for the points that both runs hold.
     """
@@ -131,7 +131,7 @@ def _pairs(
 
 
 def triton_of(run: BenchRun) -> str:
-    """The Triton version that made the kernels of a run."""
+    """Returns the Triton version that made the kernels of a run."""
     versions = {bench.versions.triton for bench in run.benches}
     if len(versions) != 1:
         raise TableError(f"a run has kernels of one Triton version, and this one of {sorted(versions)}")
@@ -139,7 +139,7 @@ def triton_of(run: BenchRun) -> str:
 
 
 def _ratio(problem: Problem, first: BenchRun, other: BenchRun) -> float:
-    """The speed at one problem over that in the first run, both relative to one reference."""
+    """Returns the speed at one problem over that in the first run, both relative to one reference."""
     (old, old_references), (new, new_references) = (_times(problem, run) for run in (first, other))
     for name in REFERENCES:
         if name in old_references and name in new_references:
@@ -148,7 +148,7 @@ def _ratio(problem: Problem, first: BenchRun, other: BenchRun) -> float:
 
 
 def _times(problem: Problem, run: BenchRun) -> tuple[float, dict[str, float]]:
-    """The time of our kernel, and those of the references, in ms."""
+    """Returns the time of our kernel, and those of the references, in ms."""
     bench = next((bench for bench in run.benches if bench.problem == problem), None)
     ours = bench.row(OURS) if bench else None
     if bench is None or ours is None:

@@ -41,7 +41,7 @@ Function = Callable[..., Any]
 
 
 class Activation:
-    """Torch's function replaced by flashtune's. It is a context manager, whose end deactivates.
+    """Torch's function replaced by flashtune's. As a context manager, it deactivates at its end.
 
     Attributes:
         served: Number of calls that flashtune computed.
@@ -175,12 +175,12 @@ def deactivate() -> None:
 
 
 def is_active() -> bool:
-    """Whether flashtune is active."""
+    """Returns whether flashtune is active."""
     return _active is not None
 
 
 def _flex_attention(query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **options: Any) -> Any:
-    """In place of torch's function, with its arguments."""
+    """Returns attention, in place of torch's function and with its arguments."""
     if is_compiling():
         # The graph breaks here. Compiled programs keep the function also after the end of an activation.
         return torch.compiler.disable(_from_compiled)(query, key, value, *arguments, **options)

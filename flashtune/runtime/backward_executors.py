@@ -205,7 +205,7 @@ def with_tables(gradients: Gradients, problem: Problem, side: ExtraInputs, dtabl
 
 
 def _covers(assumed: Specialization, needed: Specialization) -> bool:
-    """Whether a kernel with these assumptions is correct for tensors with these properties."""
+    """Returns whether a kernel with these assumptions is correct for tensors with these properties."""
     return assumed.alignment <= needed.alignment and assumed.index_bits >= needed.index_bits
 
 
@@ -221,7 +221,7 @@ def with_rows(tensor: Tensor) -> Tensor:
 
 
 def _has_rows(tensor: Tensor) -> bool:
-    """Whether the last dimension is contiguous, as kernels require."""
+    """Returns whether the last dimension is contiguous, as kernels require."""
     return tensor.stride(-1) == 1 or tensor.shape[-1] == 1
 
 

@@ -33,7 +33,7 @@ class Lists(NamedTuple):
 
 
 def block_lists(problem: Problem, config: HopperConfig, bias: Tensor) -> Lists:
-    """Lists for a mask or bias, [batches, heads, seqlen_q, seqlen_kv]. Dimensions of one are shared."""
+    """Returns lists of a mask or bias [batches, heads, seqlen_q, seqlen_kv]. Dimensions of 1 are shared."""
     queries, keys = problem.seqlen_q, problem.seqlen_kv
     groups, rows, width = config.num_consumer_groups, config.rows_per_group, config.block_n
     tiles, blocks = -(-queries // (groups * rows)), -(-keys // width)
@@ -62,7 +62,7 @@ def block_lists(problem: Problem, config: HopperConfig, bias: Tensor) -> Lists:
 
 
 def lists_of_blocks(problem: Problem, config: HopperConfig, side: ExtraInputs) -> tuple[Array, ...]:
-    """The workspaces of the kernel for a block mask: its lists, and the counter of tiles if there is one."""
+    """Returns the workspaces for a block mask: its lists, and the counter of tiles if there is one."""
     assert side.block_counts is not None
     assert side.block_indices is not None
     counts, indices = side.block_counts, side.block_indices
@@ -116,7 +116,7 @@ def lists_of_blocks(problem: Problem, config: HopperConfig, side: ExtraInputs) -
 
 
 def packed(seen: Array, rows: int, width: int) -> Array:
-    """Four words for each row. A word has two of each eight keys, the first ones in the lowest bits."""
+    """Returns four words a row. A word has two of each eight keys, the first ones in the lowest bits."""
     full = np.zeros((rows, width), np.int64)
     full[: seen.shape[0], : seen.shape[1]] = seen
     bits = full.reshape(rows, -1, 4, 2).transpose(0, 2, 1, 3).reshape(rows, 4, -1)

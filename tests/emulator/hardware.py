@@ -125,7 +125,7 @@ for _name in (*COMPARISONS, *BITS, *ARITHMETIC):
 
 
 def _quotient(one: Any, other: Any) -> Tensor:
-    """The quotient of integers without the digits after its point, as in Triton."""
+    """Returns the quotient of integers without the digits after its point, as in Triton."""
     floor, rest = np.divmod(plain(one), plain(other))
     return Tensor(floor + ((rest != 0) & (floor < 0)))
 
@@ -139,12 +139,12 @@ for _name, _function in (("__floordiv__", _quotient), ("__rfloordiv__", _quotien
 
 
 def as_word(value: Any) -> Tensor:
-    """The lowest 32 bits of a number or of each element of a tensor, unsigned."""
+    """Returns the lowest 32 bits of a number or of each element of a tensor, unsigned."""
     return Tensor((np.asarray(plain(value)).astype(np.int64) & 0xFFFFFFFF).astype(np.uint32))
 
 
 def converted(value: Any, dtype: str) -> Any:
-    """The value as a float, or without the digits after its point as an int."""
+    """Returns the value as a float, or without the digits after its point as an int."""
     if not isinstance(value, Tensor):
         # Numpy's numbers can be divided by zero.
         return int(value) if dtype == "i32" else np.float64(value)
@@ -153,7 +153,7 @@ def converted(value: Any, dtype: str) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """The value as a numpy array or a number."""
+    """Returns the value as a numpy array or a number."""
     return value.values if isinstance(value, Tensor) else getattr(value, "value", value)
 
 
@@ -231,7 +231,7 @@ class Descriptor:
         self.memory, self.size = memory, made.base.element_size()
 
     def places(self, coordinates: list[Any]) -> tuple[Array, Array]:
-        """Offsets of a box's elements in memory, and whether they lie within the tensor."""
+        """Returns offsets of a box's elements in memory, and whether they lie within the tensor."""
         # Unsigned numbers of 64 bits wrap as addresses do.
         addresses, inside = np.zeros(self.box, np.uint64), np.ones(self.box, dtype=bool)
         for axis, (at, extent) in enumerate(zip(coordinates, self.shape, strict=True)):
@@ -258,7 +258,7 @@ class Pointer:
         return Pointer(self.memory, self.offset[key])
 
     def read(self) -> Any:
-        """A number, or a tensor of the numbers at several addresses."""
+        """Returns a number, or a tensor of the numbers at several addresses."""
         values = self.memory[self.offset]
         if np.ndim(self.offset):
             return Tensor(values)

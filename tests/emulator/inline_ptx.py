@@ -12,7 +12,7 @@ LOW = 0xFFFFFFFF
 
 
 def _permuted(a: Array, b: Array, selector: Array) -> Array:
-    """Four bytes of two words, by the digits of a selector."""
+    """Returns four bytes of two words, by the digits of a selector."""
     both = a | b << np.uint64(32)
     source_bytes = [int(selector) >> 4 * position & 7 for position in range(4)]
     chosen = [
@@ -24,7 +24,7 @@ def _permuted(a: Array, b: Array, selector: Array) -> Array:
 
 
 def _halves(word: Array) -> Array:
-    """The 16-bit numbers of words, [..., 2]."""
+    """Returns the 16-bit numbers of words, [..., 2]."""
     return np.stack([word & 0xFFFF, word >> np.uint64(16)], -1)
 
 
@@ -34,12 +34,12 @@ def _joined(halves: Array) -> Array:
 
 
 def _fp16(word: Array) -> Array:
-    """The two fp16 numbers of words."""
+    """Returns the two fp16 numbers of words."""
     return _halves(word).astype(np.uint16).view(np.float16)
 
 
 def _bf16(word: Array) -> Array:
-    """The two bf16 numbers of words."""
+    """Returns the two bf16 numbers of words."""
     return (_halves(word) << np.uint64(16)).astype(np.uint32).view(np.float32)
 
 
@@ -68,7 +68,7 @@ OPERATIONS: dict[str, Callable[..., Array]] = {
 
 
 def emulate_ptx(asm: str, operands: str, operand_values: list[object]) -> Tensor:
-    """The one tensor that instructions without branches return; `operand_values` are broadcast together.
+    """Returns the tensor of instructions without branches. `operand_values` are broadcast together.
 
     Words are kept in 64 bits without a sign, in which products of two of them have room.
     """
@@ -83,7 +83,7 @@ def emulate_ptx(asm: str, operands: str, operand_values: list[object]) -> Tensor
 
 
 def emulate_rows(asm: str, operand_values: list[Any]) -> Tensor:
-    """The scores that a thread's instructions return, for scores and words [rows, eights, 4, 2].
+    """Returns the scores that a thread's instructions return, for scores and words [rows, eights, 4, 2].
 
     A thread has two columns of each eight, in two rows, eight rows apart. It alternates between them.
     """
@@ -103,7 +103,7 @@ def emulate_rows(asm: str, operand_values: list[Any]) -> Tensor:
 
 
 def emulate_fours(asm: str, operand_values: list[Any]) -> Tensor:
-    """The 16-bit numbers that instructions return for 8-bit integers, four neighbouring columns at a time."""
+    """Returns 16-bit numbers of instructions for 8-bit integers, four neighbouring columns at a time."""
     stored = np.asarray(plain(operand_values[0]))
     words = np.ascontiguousarray(stored.astype(np.int8)).view(np.uint32).astype(np.uint64)
     results = _run(asm, {"$2": words})
@@ -113,7 +113,7 @@ def emulate_fours(asm: str, operand_values: list[Any]) -> Tensor:
 
 
 def _run(asm: str, values: dict[str, Array]) -> dict[str, Array]:
-    """The values of all names after instructions without branches."""
+    """Returns the values of all names after instructions without branches."""
 
     def value(name: str) -> Array:
         if name.startswith("0f"):

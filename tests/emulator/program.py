@@ -68,7 +68,7 @@ class Program:
         return int(self.module.GROUPS.value) if hasattr(self.module, "GROUPS") else 0
 
     def names(self) -> dict[str, Any]:
-        """Globals of the rendered functions."""
+        """Returns the globals of the rendered functions."""
         count = self.groups
         constants = {
             name: getattr(value, "value", value)
@@ -158,7 +158,7 @@ class Program:
             return apply
 
         def scalar(value: Tensor) -> Any:
-            """A number if it is an integer without dimensions: conditions of Python depend on it."""
+            """Returns a number if it is an integer without dimensions: conditions of Python depend on it."""
             is_number = value.values.ndim == 0 and value.values.dtype.kind == "i"
             return value.values.item() if is_number else value
 
@@ -345,7 +345,7 @@ def _is_read(array: Array) -> bool:
 
 
 def _like(array: Array) -> torch.Tensor:
-    """A tensor without memory that has the shape and strides of an array."""
+    """Returns a tensor without memory that has the shape and strides of an array."""
     strides = [step // array.itemsize for step in array.strides]
     return torch.empty_strided(array.shape, strides, dtype=torch.bfloat16, device="meta")
 

@@ -65,7 +65,7 @@ CASES = {
     "neighbourhood": Case(
         mask=lambda b, h, q, k: ((q % 15 - k % 15).abs() <= 3) & ((q // 15 - k // 15).abs() <= 3)
     ),
-    "gate": Case(lambda s, b, h, q, k: s * torch.sigmoid(GATES[b, q]) + torch.log(1.0 + torch.exp(s))),
+    "gate": Case(lambda s, b, h, q, k: s * torch.sigmoid(GATES[b, q]) + torch.log(1.0 + torch.exp(s / 8))),
     "temperature": Case(lambda s, b, h, q, k: s / TEMPERATURES[h], lambda b, h, q, k: VISIBLE[h, k], None),
     "hidden by both": Case(
         lambda s, b, h, q, k: torch.where(k % 7 != 0, s, float("-inf")), lambda b, h, q, k: q >= k
@@ -178,7 +178,7 @@ def test_compiled_programs_break_their_graph() -> None:
 
 
 def a_problem(name: str) -> Problem:
-    """A problem with the functions of a case."""
+    """Returns a problem with the functions of a case."""
     case = CASES[name]
     return Problem(
         dtype=Dtype.FP32, head_dim=16, value_head_dim=16, heads=2, kv_heads=1, batch=2, seqlen_q=70,

@@ -51,7 +51,7 @@ Score = Callable[..., Any]
 
 
 def every(function: Any, first: tuple[int | None, ...]) -> Any:
-    """A function of numbers as one of all places."""
+    """Returns a function of numbers as one of all places."""
     for axis in (3, 2, 1, 0):
         places = tuple(0 if place == axis else None for place in range(4))
         function = torch.vmap(function, (*first, *places))
@@ -59,7 +59,7 @@ def every(function: Any, first: tuple[int | None, ...]) -> Any:
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, score: Any, mask: Any) -> Tensor:
-    """Unfused attention with the functions themselves."""
+    """Returns unfused attention with the functions themselves."""
     group = q.shape[1] // k.shape[1]
     k, v = (tensor.repeat_interleave(group, 1) for tensor in (k, v))
     scores = q @ k.mT * q.shape[-1] ** -0.5
@@ -75,7 +75,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, score: Any, mask: Any) -> Tensor:
 
 
 def gradients(function: Any, tensors: list[Tensor], *arguments: Any, **options: Any) -> tuple[Tensor, ...]:
-    """Gradients of three inputs and of captured tensors. Those that have no effect are zeros."""
+    """Returns gradients of three inputs and of captured tensors. Those that have no effect are zeros."""
     out = function(*tensors[:3], *arguments, **options)
     dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
     result: tuple[Tensor, ...] = torch.autograd.grad(
@@ -109,7 +109,7 @@ def test_gradients_are_those_of_torch(name: str) -> None:
 
 
 def buckets(t: Tensor) -> Score:
-    """Biases of buckets of distances, whose index is computed from a logarithm."""
+    """Returns biases of buckets of distances. The index of a bucket is computed from a logarithm."""
 
     def score(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         distance = (q - k).abs()
@@ -120,7 +120,7 @@ def buckets(t: Tensor) -> Score:
 
 
 def tables() -> dict[str, tuple[tuple[int, ...], Callable[[Tensor], Score]]]:
-    """Shapes of captured tensors and functions of them."""
+    """Returns shapes of captured tensors and functions of them."""
     return {
         "slopes": ((HEADS,), lambda t: lambda s, b, h, q, k: s + t[h] * (k - q) * 0.02),
         "relative": ((HEADS, 65), lambda t: lambda s, b, h, q, k: s + t[h, (q - k).clamp(-32, 32) + 32]),
@@ -310,7 +310,7 @@ MISTAKES = (
     ("relative bias", "mask=change != 0.0", "mask=change > 0.0"),
     ("softcap and window", "function_mask |= is_full", "function_mask |= True"),
     ("softcap and window", "ds * steepness", "ds * (steepness * 1.001)"),
-    ("gate", "steepness = pair_16", "steepness = 1.0"),
+    ("gate", "steepness = pair_20", "steepness = 1.0"),
     ("gate", "element_0, mask=query_exists", "element_0, mask=queries < seqlen_q - 1"),
     ("temperature", "tl.sum(element_0)", "tl.max(element_0)"),
 )

@@ -49,7 +49,7 @@ from tests.mutants.portable.portable_orders import portable_mutants
 
 
 def interpreted_mutants() -> tuple[Mutant, ...]:
-    """Mutants without races that change results on a CPU too, small enough for the interpreter."""
+    """Returns mutants without races that change results on a CPU too, small enough for the interpreter."""
     forward = (mutant for mutant in portable_mutants(INTERPRETED) if not mutant.racy)
     return (
         *forward,
@@ -65,12 +65,12 @@ def interpreted_mutants() -> tuple[Mutant, ...]:
 
 
 def runs_on(mutant: Mutant, target: Target) -> bool:
-    """Whether a GPU can run the mutant's family."""
+    """Returns whether a GPU can run the mutant's family."""
     return find_family(mutant.subject.family).supports(mutant.subject.problem, target) is None
 
 
 def gpu_mutants() -> tuple[Mutant, ...]:
-    """Every mutant of every family, at sizes that are searched."""
+    """Returns every mutant of every family, at sizes that are searched."""
     return (
         *portable_mutants(USUAL),
         *hopper_mutants(),
@@ -89,7 +89,7 @@ def gpu_mutants() -> tuple[Mutant, ...]:
 
 
 def backward_mutants(size: backward.Size) -> tuple[Mutant, ...]:
-    """Those of the split backward family, in kernels of a size."""
+    """Returns mutants of the split backward family, in kernels of a size."""
     return (
         *backward_pairs.masks(size),
         *backward_pairs.blocks(size),
@@ -104,7 +104,7 @@ def backward_mutants(size: backward.Size) -> tuple[Mutant, ...]:
 
 
 def hopper_mutants() -> tuple[Mutant, ...]:
-    """Those of the Hopper family; what is of 8 bits says so."""
+    """Returns mutants of the Hopper family. Names of 8-bit ones begin with `e4m3`."""
     eight_bits = (
         *hopper_eight_bits.factors(),
         *hopper_eight_bits.weights(),
@@ -143,7 +143,7 @@ def hopper_mutants() -> tuple[Mutant, ...]:
 
 
 def gluon_mutants() -> tuple[Mutant, ...]:
-    """Those of Hopper's backward pass and of latent keys."""
+    """Returns mutants of Hopper's backward pass and of latent keys."""
     return (
         *backward_hopper_masks.masks(),
         *backward_hopper_masks.forgotten(),
@@ -174,7 +174,7 @@ def gluon_mutants() -> tuple[Mutant, ...]:
 
 
 def serving_mutants(size: serving.Size) -> tuple[Mutant, ...]:
-    """Those that change results anywhere, at a size."""
+    """Returns mutants that change results anywhere, at a size."""
     return (
         *masked_borders.borders(size),
         *block_lists.lists(size),
@@ -189,5 +189,5 @@ def serving_mutants(size: serving.Size) -> tuple[Mutant, ...]:
 
 
 def serving_mutants_of_a_gpu(size: serving.Size) -> tuple[Mutant, ...]:
-    """Those of instructions that only a GPU has, of a race, and of long lists."""
+    """Returns mutants of instructions that only a GPU has, of a race, and of long lists."""
     return (*decode_scores.bytes_of(size), *decode_scores.early(size), *block_lists.long_lists(size))

@@ -1,4 +1,4 @@
-"""Random score and mask functions whose values are defined and moderate for all places."""
+"""Random score and mask functions. Their values are defined and moderate for all places."""
 
 import random
 
@@ -21,7 +21,7 @@ LARGEST = 61
 
 
 def random_functions(seed: int, steps: int = 14) -> tuple[Functions, tuple[int, ...], tuple[int, ...]]:
-    """Functions of random operations, the places in `INTS` of their captured ints, and those in `SIZES`."""
+    """Returns random functions, the places in `INTS` of their captured ints, and those in `SIZES`."""
     chance, builder = random.Random(seed), Builder()
     builder.tables.extend(Table(TableDtype.FP32, len(size)) for size in SIZES)
     made = [builder.make(op) for op in (Op.SCORE, *PLACES, Op.INT_NUMBER, Op.FLOAT_NUMBER)]
@@ -56,7 +56,7 @@ def random_functions(seed: int, steps: int = 14) -> tuple[Functions, tuple[int, 
 
 
 def arithmetic(builder: Builder, op: Op, first: int, other: int) -> int:
-    """An operation whose result is defined and, of floats, not much larger than the operands."""
+    """Returns an operation with a defined result. A float result is not much larger than the operands."""
     if op is Op.DIVIDE:
         size = builder.make(Op.ABS, builder.to_float(other))
         return builder.promoted(op, first, builder.make(Op.ADD, size, builder.constant(1.0)))
@@ -67,10 +67,10 @@ def arithmetic(builder: Builder, op: Op, first: int, other: int) -> int:
 
 
 def bounded(builder: Builder, place: int, size: int) -> int:
-    """An integer's remainder."""
+    """Returns the remainder of an integer."""
     return builder.make(Op.REMAINDER, place, builder.constant(size))
 
 
 def random_tables(generator: torch.Generator | None = None) -> list[Tensor]:
-    """Captured tensors of `SIZES`."""
+    """Returns captured tensors of `SIZES`."""
     return [torch.rand(size, generator=generator) for size in SIZES]

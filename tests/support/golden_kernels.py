@@ -409,7 +409,7 @@ COMBINATIONS = {
 
 
 def problem_of(name: str) -> Problem:
-    """The problem of a combination or of a row of HOPPER_BACKWARD."""
+    """Returns the problem of a combination or of a row of HOPPER_BACKWARD."""
     if name in HOPPER_BACKWARD:
         widths, _, features, _ = HOPPER_BACKWARD[name]
         return hopper_backward.a_problem(*widths, **features)
@@ -426,7 +426,7 @@ def problem_of(name: str) -> Problem:
 
 
 def kernel_of(name: str) -> Kernel:
-    """The kernel of that combination."""
+    """Returns the kernel of that combination."""
     chosen = COMBINATIONS[name]
     family = find_family(chosen.family)
     config = msgspec.convert(chosen.config, family.config_type)
@@ -487,7 +487,7 @@ HOPPER_BACKWARD: dict[str, tuple[tuple[int, int], Specialization, dict[str, Any]
 
 
 def kernel_of_gradient(name: str) -> Kernel:
-    """The kernel of that row of HOPPER_BACKWARD."""
+    """Returns the kernel of that row of HOPPER_BACKWARD."""
     _, specialization, _, config = HOPPER_BACKWARD[name]
     return hopper_backward.kernel_of(problem_of(name), specialization, **config)
 
@@ -499,7 +499,7 @@ KERNELS: dict[str, Callable[[], Kernel]] = {
 
 
 def checksums() -> str:
-    """The line of each kernel's checksum."""
+    """Returns the lines of the kernels' checksums."""
     return "".join(
         f"{hashlib.sha256(KERNELS[name]().source.encode()).hexdigest()}  {name}.py\n"
         for name in sorted(KERNELS)

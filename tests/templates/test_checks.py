@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashtune.core.expressions.nodes import NO_FUNCTIONS, Functions
+from flashtune.core.expressions.nodes import NO_FUNCTIONS, Functions, Op
+from flashtune.core.features.functions import integers_of
 from flashtune.core.features.records import TABLES, BlockLists
 from flashtune.core.kernel import Alignment
 from flashtune.launch.compilation import load_module
@@ -37,17 +38,23 @@ def wrapper_of(name: str) -> Callable[..., Any]:
     return wrapper
 
 
-def captured_tables(functions: Functions) -> Call:
-    """Captured tensors of functions."""
+def captured_values(functions: Functions) -> Call:
+    """Returns captured tensors and numbers of functions."""
     dtypes = {own: dtype for dtype, own in TABLE_DTYPES.items()}
-    return {
+    tables = {
         name: torch.zeros((HEADS,) * table.dimensions, dtype=dtypes[table.dtype])
         for name, table in zip(TABLES, functions.tables, strict=False)
+    }
+    integers = integers_of([0] * functions.count(Op.INT_NUMBER), [*tables.values()])
+    return {
+        "function_ints": torch.tensor(integers or [0], dtype=torch.int32),
+        "function_floats": torch.zeros(functions.count(Op.FLOAT_NUMBER)),
+        **tables,
     }
 
 
 def call_of(name: str) -> Call:
-    """Tensors on the CPU that the wrapper of a golden kernel takes."""
+    """Returns tensors on the CPU that the wrapper of a golden kernel takes."""
     combination = COMBINATIONS[name]
     width, value_width = combination.widths
     asked = combination.features
@@ -85,9 +92,7 @@ def call_of(name: str) -> Call:
         "block_counts": torch.zeros(BATCH, listed, 1, dtype=torch.int32),
         "block_indices": torch.zeros(BATCH, listed, 1, 2, dtype=torch.int32),
         "full_counts": torch.zeros(BATCH, listed, 1, dtype=torch.int32),
-        "function_ints": torch.zeros(1, dtype=torch.int32),
-        "function_floats": torch.zeros(1),
-        **captured_tables(asked.get("functions", NO_FUNCTIONS)),
+        **captured_values(asked.get("functions", NO_FUNCTIONS)),
         "seed": torch.zeros(1, dtype=torch.int64),
         "softcap": 30.0,
         "dropout": 0.1,
@@ -97,26 +102,26 @@ def call_of(name: str) -> Call:
 
 
 def moved(tensor: Tensor) -> Tensor:
-    """The tensor's numbers from the second element of its memory on."""
+    """Returns the tensor's numbers from the second element of its memory on."""
     memory = torch.zeros(tensor.numel() + 1, dtype=tensor.dtype)
     return memory[1:].view(tensor.shape)
 
 
 def spread(tensor: Tensor, dimension: int, stride: int) -> Tensor:
-    """A tensor of the same shape with another stride, without memory behind it."""
+    """Returns a tensor of the same shape with another stride, without memory behind it."""
     strides = [*tensor.stride()]
     strides[dimension] = stride
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device="meta")
 
 
 def wrong_strides(tensor: Tensor) -> Tensor:
-    """Every second element of a tensor of twice the last dimension."""
+    """Returns every second element of a tensor of twice the last dimension."""
     wider = torch.zeros(*tensor.shape[:-1], 2 * tensor.shape[-1], dtype=tensor.dtype)
     return wider[..., ::2]
 
 
 def odd_rows(tensor: Tensor) -> Tensor:
-    """Rows of one element more than the head dim."""
+    """Returns rows of one element more than the head dim."""
     wider = torch.zeros(*tensor.shape[:-1], tensor.shape[-1] + 1, dtype=tensor.dtype)
     return wider[..., :-1]
 
@@ -139,9 +144,9 @@ def put(tensor: str, made: Callable[[Tensor], Tensor]) -> Change:
 
 @functools.cache
 def tensors_of(name: str) -> tuple[str, ...]:
-    """Names of the tensors that a wrapper takes, without captured values of functions."""
+    """Returns the names of the tensors that a wrapper takes, without captured tensors of functions."""
     tensors = [argument for argument, value in call_of(name).items() if isinstance(value, Tensor)]
-    return tuple(argument for argument in tensors if not argument.startswith(("function_", "table_")))
+    return tuple(argument for argument in tensors if not argument.startswith("table_"))
 
 
 def captured_of(name: str) -> list[str]:
@@ -260,7 +265,7 @@ def latent(tensor: str, made: Callable[[Tensor], Tensor]) -> Change:
 
 
 def of_layout(name: str, tensor: str, made: Callable[[Tensor], Tensor]) -> tuple[str, Change]:
-    """The tensor that the check names, and the change of a tensor."""
+    """Returns the tensor that the check names, and the change of a tensor."""
     if not COMBINATIONS[name].features.get("mla"):
         return tensor, put(tensor, made)
     return ("q" if tensor == "q" else "k"), latent(tensor, made)

@@ -24,7 +24,7 @@ def with_functions(
 ) -> tuple[Problem, ...]:
     """Returns problems with a score function and a mask function, each `module:function` or None.
 
-    A mask function has a block mask, whose lists all heads share unless the shape has `block_mask`.
+    A mask function has a block mask. All heads share its lists unless the shape has `block_mask`.
 
     Raises:
         UsageError: A function cannot be imported, or a shape has functions already.

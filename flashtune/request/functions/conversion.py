@@ -191,7 +191,7 @@ def _activation(function: Handler) -> Handler:
 
 
 def _relu(builder: Builder, operand: int) -> int:
-    # Not a maximum, whose derivative at 0 is 1.
+    # Not a maximum: the derivative of a maximum at 0 is 1.
     zero = builder.constant(0)
     return builder.where(builder.promoted(Op.LESS_EQUAL, operand, zero), zero, operand)
 

@@ -36,7 +36,7 @@ from flashtune.verification.reference.forward import sample
 
 # Heads that are not compared get a log-sum-exp of about the right size, so that probabilities are finite.
 ABOUT_ONE = 1.0
-# That of functions of scores, whose results have any size: all probabilities are 0.
+# That of functions of scores. Their results have any size: all probabilities are 0.
 ABOVE_ALL = 1e30
 
 

@@ -61,7 +61,7 @@ _PATTERNS: Mapping[Op, str] = {
     Op.WHERE: "tl.where({0}, {1}, {2})",
 }
 _TYPES = {Kind.BOOL: "tl.int1", Kind.INT: "tl.int32", Kind.FLOAT: "tl.float32"}
-_HELPERS: Mapping[Op, str] = {
+HELPERS: Mapping[Op, str] = {
     Op.TANH: '''
 @triton.jit
 def tanh_of(x):
@@ -158,7 +158,7 @@ class Writer:
             [place for place in needed(result) if self.forms[place] >= 2 and place not in others]
         )
 
-    def helpers(self, texts: Mapping[Op, str] = _HELPERS) -> str:
+    def helpers(self, texts: Mapping[Op, str] = HELPERS) -> str:
         """Returns the functions that expressions call."""
         used = self.used_helpers()
         return "\n\n".join(text.strip("\n") + "\n" for op, text in texts.items() if op in used)

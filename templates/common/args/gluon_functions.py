@@ -13,7 +13,7 @@ from typing import NamedTuple
 from flashtune.core.expressions.intervals import Interval, intervals
 from flashtune.core.expressions.nodes import INT32, Functions, Kind, Op
 from flashtune.core.features.records import TABLES
-from flashtune.templates.common.args.function_lines import Writer
+from flashtune.templates.common.args.function_lines import HELPERS, Writer
 
 _TYPES = {Kind.BOOL: "gl.int1", Kind.INT: "gl.int32", Kind.FLOAT: "gl.float32"}
 _LEAVES: Mapping[Op, str] = {
@@ -41,24 +41,14 @@ def logistic(x):
     """Returns 1 / (1 + exp2(x)), with an error relative to 1."""
     return reciprocals(gl.exp2(gl.minimum(x, MAX_EXPONENT)) + 1.0)
 ''',
-    Op.FLOOR_DIVIDE: '''
-@gluon.jit
-def floor_divide(a, b):
-    """Returns a / b, rounded to minus infinity."""
-    quotient = a // b
-    rest = a - quotient * b
-    return gl.where((rest != 0) & ((rest ^ b) < 0), quotient - 1, quotient)
-''',
-    Op.LOAD: '''
-@gluon.jit
-def place_in(index, size):
-    """Returns an index of a dimension: negative ones count from the end, others are within it."""
-    return gl.maximum(gl.minimum(gl.where(index < 0, index + size, index), size - 1), 0)
-''',
+    **{
+        op: HELPERS[op].replace("@triton.", "@gluon.").replace("tl.", "gl.")
+        for op in (Op.FLOOR_DIVIDE, Op.LOAD)
+    },
 }
 # The coordinates of descriptors are below this one.
 _ANY_PLACE = Interval(0, 2**30)
-LARGEST_FLOAT = 2.0**127
+_LARGEST = 2.0**127
 _LOG2_E = "1.4426950408889634"
 _TANH = "-2.8853900817779268"
 
@@ -383,7 +373,7 @@ class _GluonWriter(Writer):
         numbers = [self._number(text) for text in (part.text, by.text)]
         product = None if None in numbers else numbers[0] * numbers[1]  # type: ignore[operator]
         # Larger ones are computed in the kernel, where they are infinite.
-        if product is not None and abs(product) <= LARGEST_FLOAT:
+        if product is not None and abs(product) <= _LARGEST:
             return _Row(repr(product))
         if numbers[0] == 1.0:
             return by

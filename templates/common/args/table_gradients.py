@@ -36,7 +36,7 @@ def table_numbers(functions: Derivatives, deterministic: bool) -> str:
 
 
 class _Sums(Writer):
-    """Sums over the keys of a row, for loads whose index does not depend on the key."""
+    """Sums over the keys of a row, for loads with an index that does not depend on the key."""
 
     def __init__(self, functions: Derivatives) -> None:
         super().__init__(functions)

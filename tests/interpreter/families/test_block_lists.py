@@ -61,7 +61,7 @@ def test_masks_of_keys_have_one_list_for_all_tiles(config: dict[str, Any], queri
 
 
 def are_right(kernel: Kernel, problem: Problem, config: HopperConfig, bias: Tensor | None = None) -> bool:
-    """Whether the lists and words of a mask or bias, by default a random one, are right."""
+    """Returns whether the lists and words of a mask or bias, by default a random one, are right."""
     bias = a_bias(problem) if bias is None else bias
     made = written(kernel, problem, bias)
     own = tuple(slice(0, 1 if bias.stride(axis) == 0 else None) for axis in (0, 1))
@@ -112,7 +112,7 @@ def test_lists_name_the_blocks_of_mask_functions(layout: str, queries: int, keys
 
 
 def lists_blocks(kernel: Kernel, problem: Problem, config: HopperConfig) -> bool:
-    """Whether the lists of random block masks are right."""
+    """Returns whether the lists of random block masks are right."""
     side = score_inputs(problem, None)
     assert side.block_counts is not None
     if has_full_lists(problem):
@@ -142,14 +142,14 @@ def problems_of(subject: Subject, batch: int, *shapes: tuple[int, int]) -> list[
 
 
 def all_lists_are_right(kernel: Kernel, subject: Subject) -> bool:
-    """Whether the lists and words of a mask or bias are right at all shapes."""
+    """Returns whether the lists and words of a mask or bias are right at all shapes."""
     assert isinstance(subject.config, HopperConfig)
     problems = problems_of(subject, 1, (200, 330), (100, 700))
     return all(are_right(kernel, problem, subject.config) for problem in problems)
 
 
 def all_blocks_are_right(kernel: Kernel, subject: Subject) -> bool:
-    """Whether the lists of block masks are right at all shapes."""
+    """Returns whether the lists of block masks are right at all shapes."""
     assert isinstance(subject.config, HopperConfig)
     problems = problems_of(subject, subject.problem.batch, (290, 331), (290, 700))
     return all(lists_blocks(kernel, problem, subject.config) for problem in problems)

@@ -32,7 +32,7 @@ def inputs(dtype: torch.dtype = torch.float32) -> list[Tensor]:
 
 
 def attend(*arguments: Any, **options: Any) -> Any:
-    """The result of torch's function, which may be replaced."""
+    """Returns the result of torch's function, which may be replaced."""
     return flex.flex_attention(*arguments, **options)
 
 

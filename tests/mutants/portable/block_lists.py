@@ -20,7 +20,7 @@ LIFTED = "listed_keys(tl.cdiv(n_lifted, MASK_BLOCK)"
 
 
 def lists(size: Size) -> tuple[Mutant, ...]:
-    """Causal, with lists of each head: those of a tile, and the blocks in them."""
+    """Returns causal mutants with lists of each head: lists of a tile, and the blocks in them."""
     subject = size.masked(block_mask=_mask_block(size))
     return (
         *mutants_of(subject, (
@@ -49,7 +49,7 @@ def lists(size: Size) -> tuple[Mutant, ...]:
 
 
 def _others(size: Size) -> tuple[Mutant, ...]:
-    """Lists of groups without a causal mask, and windows."""
+    """Returns mutants of lists of groups without a causal mask, and of windows."""
     near = 3 * size.block_n + 4
     groups = size.masked(block_mask=_mask_block(size), block_lists=BlockLists.GROUP, causal=Causal.NONE)
     window = size.masked(block_mask=_mask_block(size), window_left=near)
@@ -77,12 +77,12 @@ def _others(size: Size) -> tuple[Mutant, ...]:
 
 
 def _mask_block(size: Size) -> int:
-    """Queries and keys of a block of the mask, more than those of a tile."""
+    """Returns the queries and keys of a block of the mask, more than those of a tile."""
     return 64 if size.block_m < 64 else 128
 
 
 def long_lists(size: Size) -> tuple[Mutant, ...]:
-    """Lists that are longer than a step of the search, which take too long under the interpreter."""
+    """Returns mutants of lists longer than a step of the search. The interpreter takes too long for them."""
     return mutants_of(size.masked(block_mask=_mask_block(size)), (
         ("search ends after one step",
          "tl.range(0, block_count, LISTED)", "tl.range(0, tl.minimum(block_count, LISTED), LISTED)"),
@@ -90,7 +90,7 @@ def long_lists(size: Size) -> tuple[Mutant, ...]:
 
 
 def gradient_lists(size: backward.Size) -> tuple[Mutant, ...]:
-    """In gradients: causal, with lists of each head."""
+    """Returns mutants of gradients, causal, with lists of each head."""
     plain = size.subject()
     subject = plain._replace(problem=msgspec.structs.replace(plain.problem, block_mask=128))
     return mutants_of(subject, (

@@ -42,14 +42,14 @@ def bits(b: Any, h: Any, q: Any, k: Any) -> Any:
 
 
 def functions(size: Size) -> tuple[Mutant, ...]:
-    """All of them."""
+    """Returns all mutants of functions."""
     return (*relative_biases(size), *caps(size), *sums(size), *windows(size), *of_bits(size))
 
 
 def subject(
     size: Size, score: Callable[..., Any] | None, mask: Callable[..., Any] | None, **features: object
 ) -> Subject:
-    """A kernel of functions, in whose lengths no block ends."""
+    """Returns a kernel of functions. No block ends at its lengths."""
     lengths = {"seqlen_q": size.seqlen + 70, "seqlen_kv": size.seqlen + 90}
     if mask is not None:
         features = {"block_mask": 64, "block_lists": BlockLists.HEAD, **features}
@@ -58,7 +58,7 @@ def subject(
 
 
 def relative_biases(size: Size) -> tuple[Mutant, ...]:
-    """Mutants of places and of elements of captured tensors."""
+    """Returns mutants of places and of elements of captured tensors."""
     wrapped = "tl.where(index < 0, index + size, index)"
     rows = (
         ("bias of the KV head", HEAD, "scalar_0 = kv_head"),
@@ -89,7 +89,7 @@ def relative_biases(size: Size) -> tuple[Mutant, ...]:
 
 
 def caps(size: Size) -> tuple[Mutant, ...]:
-    """Mutants of functions of the score."""
+    """Returns mutants of functions of the score."""
     rows = (
         ("captured number too large",
          "tl.load(function_floats + 0)", "tl.load(function_floats + 0) * 1.02"),
@@ -110,7 +110,7 @@ def caps(size: Size) -> tuple[Mutant, ...]:
 
 
 def sums(size: Size) -> tuple[Mutant, ...]:
-    """Mutants of sums of rows of captured tensors."""
+    """Returns mutants of sums of rows of captured tensors."""
     query_row = "row_5 * stride_0_1 + place_in(1"
     key_row = "key_2 * stride_0_1 + place_in(2"
     rows_of = (
@@ -128,7 +128,7 @@ def sums(size: Size) -> tuple[Mutant, ...]:
 
 
 def windows(size: Size) -> tuple[Mutant, ...]:
-    """Mutants of a mask function and of the blocks in which it has an effect."""
+    """Returns mutants of a mask function and of the blocks in which it has an effect."""
     applied = (Patch(IN_FULL, ""), Patch(FULL_END, "n_full_max = 0"))
     rows_of = (
         ("one block too many in full", FULL_END, f"{FULL_END} + MASK_BLOCK"),
@@ -152,7 +152,7 @@ def windows(size: Size) -> tuple[Mutant, ...]:
 
 
 def of_bits(size: Size) -> tuple[Mutant, ...]:
-    """Mutants of operations of integers."""
+    """Returns mutants of operations of integers."""
     rows_of = (
         ("or for exclusive or", "row_2[:, None] ^ key_3", "row_2[:, None] | key_3"),
         ("another bit", "5 & pair_4", "4 & pair_4"),

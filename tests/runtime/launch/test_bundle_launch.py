@@ -55,7 +55,7 @@ Stages = list[tuple[str, tuple[int, ...], list[Any]]]
 
 
 def expected(kernel: Kernel, made: Any, tensors: Any) -> Stages:
-    """The name, grid and arguments of each kernel by the launch code; names stand for changing arguments."""
+    """Returns each kernel's name, grid and arguments by the launch code. Names stand for changing ones."""
     code = launch_code(kernel)
     plan = plan_launch(kernel, code, _described(tensors), made.side)
     scratch = {name: torch.empty(shape, device="meta") for name, shape in plan.workspaces.items()}
@@ -93,7 +93,7 @@ def _described(tensors: Any) -> Any:
 
 
 def decoded(entry: Entry, number: int, parameters: tuple[bytes, ...]) -> list[Any]:
-    """The values of a launch's parameters; addresses and numbers by the driver's view."""
+    """Returns the values of a launch's parameters; addresses and numbers by the driver's view."""
     formats = {"map": "<Q120x", "pointer": "<Q", "i32": "<i", "i64": "<q", "f32": "<f"}
     types = (parameter.type for parameter in entry.stages[number].parameters)
     return [struct.unpack(formats[kind], raw)[0] for kind, raw in zip(types, parameters, strict=True)]

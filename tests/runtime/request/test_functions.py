@@ -334,7 +334,7 @@ def test_calls_are_checked(changes: dict[str, Any], message: str) -> None:
 
 
 class Settings:
-    """A class of a program, whose attributes may change."""
+    """A class of a program. Its attributes may change."""
 
     weight = 2.0
 

@@ -151,7 +151,7 @@ SHIPPED: dict[str, tuple[str, dict[str, Any], int]] = {
 
 
 def checked_resources(problem: Problem, config: Config, specialization: Specialization) -> Resources:
-    """The resources of a compiled kernel, after checks of its SRAM, its warps and its products."""
+    """Returns the resources of a compiled kernel, after checks of its SRAM, its warps and its products."""
     resources = read_resources(render(FAMILY, problem, config, specialization), H200)
     assert isinstance(config, HopperConfig)
     # The compiler adds the exchange between roles and aligns what it allocates.

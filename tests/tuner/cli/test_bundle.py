@@ -109,7 +109,7 @@ def test_default_bundle_covers_the_table_and_untuned_shapes() -> None:
 
 
 def recipes(calls: Iterable[Call]) -> list[tuple[str, Record]]:
-    """The recipe and the record of the kernel that dispatch chooses for each call."""
+    """Returns the recipe and the record of the kernel that dispatch chooses for each call."""
     tables = tables_with(H200, [])
     records = (
         (select(each, H200, tables, tensors, generated=True).record, tensors) for each, tensors in calls
@@ -160,13 +160,18 @@ def test_verification_without_a_gpu_is_one_sentence(run: Run, tmp_path: Path) ->
     assert "--devices needs a GPU, and none is visible" in result.stderr
 
 
+def without_usual_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves out the calls of the shipped table and of untuned shapes."""
+    monkeypatch.setattr("flashtune.db.table.shipped_table", lambda name: None)
+    monkeypatch.setattr(bundles, "coverage_calls", lambda: ())
+
+
 def test_report_of_a_verification_counts_kernels_without_a_known_call(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr("flashtune.core.target.device_target", lambda index: find_target("h200"))
-    monkeypatch.setattr("flashtune.db.table.shipped_table", lambda name: None)
-    monkeypatch.setattr(bundles, "coverage_calls", lambda: ())
+    without_usual_calls(monkeypatch)
     (verified, codes), (other, other_codes) = make_entry(1, b"one"), make_entry(2, b"two")
     entries = [verified, msgspec.structs.replace(other, receipts=())]
     path, out = tmp_path / "kernels.bundle", tmp_path / "out.bundle"
@@ -186,8 +191,7 @@ def test_verification_knows_the_calls_of_named_shapes(
 ) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setattr("flashtune.core.target.device_target", lambda index: find_target("h200"))
-    monkeypatch.setattr("flashtune.db.table.shipped_table", lambda name: None)
-    monkeypatch.setattr(bundles, "coverage_calls", lambda: ())
+    without_usual_calls(monkeypatch)
     known: list[tuple[Problem, Specialization]] = []
 
     def no_uses(

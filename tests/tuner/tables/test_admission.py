@@ -38,7 +38,7 @@ H200 = find_target("h200")
 
 
 def shipped(family: str) -> Record:
-    """The first shipped record of a family."""
+    """Returns the first shipped record of a family."""
     table = shipped_table_of("nvidia-h200")
     return next(record for record in table.records if record.family == family)
 

@@ -1,4 +1,4 @@
-"""Tests of problems whose functions the command line names."""
+"""Tests of problems with functions that the command line names."""
 
 from pathlib import Path
 

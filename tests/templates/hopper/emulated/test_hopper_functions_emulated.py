@@ -48,7 +48,7 @@ UNTOUCHED = 777.0
 
 
 def error_of(name: str, layout: str, text: str = "", wrong: str = "") -> float:
-    """Between outputs and log-sum-exps of a kernel and of torch with the functions of a case.
+    """Returns the error of outputs and log-sum-exps of a kernel against torch with a case's functions.
 
     `wrong` replaces a text of the kernel.
     """
