@@ -89,6 +89,7 @@ class Run:
         outcome, why = outcome_of(kind, case.name)
         if outcome == FAILED:
             outcome = "failed by torch"
+            print(f"{case.owner}.{case.name}: {why}", flush=True)
         elif outcome == PASSED:
             torch.compiler.reset()
             with served(self.module) as active:
