@@ -159,7 +159,7 @@ def tree_checks(target: Target) -> Iterator[Check]:
 
 
 def measured(labels: list[tuple[str, str]], runs: list[Run], device: torch.device) -> tuple[Time, ...]:
-    """Returns the times of FlashInfer, and of runs that are not far slower than the fastest, the fastest first."""
+    """Returns the times of FlashInfer and of runs that are not far slower than the fastest, sorted."""
     looks = [once(run, device) for run in runs]
     close = [at for at, ms in enumerate(looks) if ms < HOPELESS * min(looks) or labels[at][0] == FLASHINFER]
     results = measure_interleaved([runs[at] for at in close], device, rounds=ROUNDS)
