@@ -35,6 +35,7 @@ from benchmarks.kernels import (
     drafts,
     fastest,
     flex,
+    flex_gradients,
     fp8_error,
     invariance,
     limits,
@@ -83,6 +84,7 @@ SCRIPTS: dict[str, Callable[[], Mapping[str, str]]] = {
     drafts.SCRIPT: drafts.texts,
     invariance.SCRIPT: invariance.texts,
     flex.SCRIPT: flex.texts,
+    flex_gradients.SCRIPT: flex_gradients.texts,
     regret.SCRIPT: lambda: regret.texts(RESULTS),
     mutants.SCRIPT: lambda: mutants.texts(mutants.pages_runs(())),
 }

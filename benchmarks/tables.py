@@ -150,8 +150,8 @@ def splits_table(results: Results) -> Iterator[str]:
         yield "Milliseconds by number of keys (in brackets: speed over the best peer):"
         yield ""
         rows = ((*line, *(of.get(length, "–") for length in lengths)) for line, of in cells.items())
-        heads = "heads", "batch", "queries", "keys and values"
-        yield from table((*heads, *(f"{length:,}" for length in lengths)), rows)
+        titles = "heads", "batch", "queries", "keys and values"
+        yield from table((*titles, *(f"{length:,}" for length in lengths)), rows)
         yield ""
         mean = statistics.geometric_mean(ratios)
         yield f"Geometric mean of {len(ratios)}: {mean:.2f}, worst {min(ratios):.2f}."

@@ -15,6 +15,7 @@ from flashtune.core.kernel import Kernel, Specialization
 from flashtune.core.problem import Problem
 from flashtune.templates.common.args.function_lines import function_lines
 from flashtune.templates.common.args.gluon_functions import gluon_function_lines
+from flashtune.templates.common.args.gluon_table_gradients import gluon_gradient_lines
 from flashtune.templates.common.args.side import side_names
 from flashtune.templates.common.args.table_gradients import table_lines, table_numbers
 from flashtune.templates.common.checks import check_context
@@ -83,6 +84,7 @@ def _environment() -> jinja2.Environment:
     )
     environment.globals["function_lines"] = function_lines
     environment.globals["gluon_function_lines"] = gluon_function_lines
+    environment.globals["gluon_gradient_lines"] = gluon_gradient_lines
     environment.globals["table_lines"] = table_lines
     environment.globals["table_numbers"] = table_numbers
     return environment

@@ -61,7 +61,7 @@ FUNCTIONS = {
     "integrations/host_library.py host_subclass": "a class is defined once",
     "integrations/operator_overrides.py _allocators": "a function of its arguments, in each served call",
     "core/expressions/derivative.py derivatives": "a function of its argument, up to MAX_KEPT",
-    "request/functions/block_lists.py classified_lists": "a function of its arguments, up to MAX_CLASSIFIED",
+    "runtime/visible_lists.py _listing": "loaded kernels stay loaded",
     "request/functions/closures.py _names_of": "a function of its argument, in each call; up to MAX_CODES",
     "request/functions/call.py _numbers": "captured numbers on a device, up to MAX_KEPT",
     "launch/compilation.py interpreting": "Triton reads the variable once",

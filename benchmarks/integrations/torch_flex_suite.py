@@ -49,12 +49,13 @@ INTERNALS = (
     "run_and_get_code",
     "FileCheck",
     "CompileCounter",
+    "counters",
     "metrics.",
     "assertExpectedInline",
     "fullgraph",
 )
 # Errors of compared results, whatever else a test checks.
-COMPARED = re.compile("not close|not equal|does not match")
+COMPARED = re.compile("not close|likes are not equal|does not match")
 
 
 class Report(msgspec.Struct, frozen=True):

@@ -4,8 +4,8 @@
     python -m benchmarks.kernels.flex --functions alibi softcap --head-dims 128 --seqlens 4096
 
 Outputs are first compared with torch's uncompiled function in float64, at 1000 queries and keys. The error
-may be twice that of torch's compiled function. Then runs are interleaved in random order, with a cold L2
-before each, and times are medians. ALiBi, softcap and windows are also timed as features of
+may be two and a half times that of torch's compiled function. Then runs are interleaved in random order, with
+a cold L2 before each, and times are medians. ALiBi, softcap and windows are also timed as features of
 `flashtune.attention`. Shapes have 16k tokens in bf16. Needs a GPU.
 """
 
@@ -68,8 +68,11 @@ class Row(msgspec.Struct, frozen=True):
 
     @property
     def is_right(self) -> bool:
-        """Whether the error is at most twice theirs."""
-        return self.error <= 2 * self.their_error + 1e-5
+        """Whether the error is at most two and a half times theirs.
+
+        Rows are rescaled only if their maximum grew by much, so that the largest weight is rounded too.
+        """
+        return self.error <= 2.5 * self.their_error + 1e-5
 
 
 def gallery(batch: int, heads: int, seqlen: int, device: torch.device) -> dict[str, Functions]:

@@ -32,9 +32,16 @@ from benchmarks.kernels.flex import (
     options_of,
     shapes_of,
 )
-from benchmarks.saved import save
+from benchmarks.saved import RESULTS, load, run_of, save
 from flashtune.dispatch.versions import driver_version
-from flashtune.tuner.execution.timing import measure_interleaved
+from flashtune.tuner.cli.output import table
+from flashtune.tuner.execution.timing import measure_interleaved, once
+
+SCRIPT = "benchmarks/kernels/flex_gradients.py"
+SAVED = tuple(RESULTS / f"nvidia-h200-flex-gradients{part}.json.gz" for part in ("", "-second"))
+
+# Torch adds gradients of captured tensors by atomics, which takes seconds if a head has one element.
+SLOW_MS, FEW_ROUNDS = 100.0, 3
 
 
 class Functions(NamedTuple):
@@ -135,7 +142,9 @@ def measure(name: str, heads: int, kv_heads: int, seqlen: int, head_dim: int) ->
     tensors = _trained(inputs(batch, heads, kv_heads, seqlen, head_dim, device))
     runs = [backward(function, case, tensors) for function in (flashtune.flex_attention, theirs)]
     order = random.Random(f"{name} {heads} {seqlen} {head_dim}").sample(range(2), 2)  # noqa: S311 - an order
-    measured = measure_interleaved([runs[place] for place in order], device, rounds=ROUNDS)
+    slowest = max(once(run, device) for run in runs)
+    rounds = ROUNDS if slowest < SLOW_MS else FEW_ROUNDS
+    measured = measure_interleaved([runs[place] for place in order], device, rounds=rounds)
     times = dict(zip(order, (measurement.ms for measurement in measured), strict=True))
     return Row(name, heads, kv_heads, seqlen, head_dim, times[0], times[1], *errors)
 
@@ -177,6 +186,21 @@ def backward(function: Any, case: Functions, tensors: list[Tensor]) -> Callable[
 
 def _trained(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [tensor.requires_grad_() for tensor in tensors]
+
+
+def texts() -> dict[str, str]:
+    """Returns the table of the saved runs, by name."""
+    runs = [load(path, tuple[Row, ...]) for path in SAVED]
+    rows = [
+        (row.function, f"{row.ours:.3f}", f"{row.theirs:.3f}", f"{row.theirs / row.ours:.2f}")
+        for run in runs
+        for row in run.rows
+    ]
+    first = runs[0].rows[0]
+    shape = f"{first.heads}/{first.kv_heads} heads, {first.seqlen} tokens, head dim {first.head_dim}"
+    heads = "function", "ms", "torch, ms", "speed over torch"
+    intro = f"{run_of(runs[0].source)}, bf16, {shape}:"
+    return {"flex-gradients": "\n".join((intro, "", *table(heads, rows)))}
 
 
 def line(row: Row) -> str:

@@ -17,12 +17,12 @@ from flashtune.dispatch.lookup import nearest_selection
 from flashtune.request.call import (
     Call,
     DenseOptions,
-    PagedCallOptions,
+    PagedFlexOptions,
     VarlenOptions,
     dense_call,
-    paged_call,
     varlen_call,
 )
+from flashtune.request.functions.call import paged_flex_call
 from flashtune.request.read_call import read_call
 from flashtune.request.request import Prefer, Request
 from flashtune.runtime.call_key import unsigned
@@ -137,7 +137,7 @@ def explain_paged(
     kv_lengths: Tensor,
     *,
     return_lse: bool = False,
-    **options: Unpack[PagedCallOptions],
+    **options: Unpack[PagedFlexOptions],
 ) -> Explanation:
     """Returns the backend that `attention_paged` would use for these arguments, without `shared_prefix`.
 
@@ -146,7 +146,7 @@ def explain_paged(
         StoreError: The user's database cannot be read.
     """
     return explain_call(
-        paged_call(q, k_cache, v_cache, block_table, kv_lengths, return_lse=return_lse, **options)
+        paged_flex_call(q, k_cache, v_cache, block_table, kv_lengths, return_lse=return_lse, **options)
     )
 
 

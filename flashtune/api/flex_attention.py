@@ -6,11 +6,13 @@ import torch
 from torch import Tensor
 
 from flashtune.api.explain import Explanation, explain_call
+from flashtune.request.functions.block_lists import unwritten_lists
 from flashtune.request.functions.call import ScoreMod, flex_call
 from flashtune.request.functions.warm_calls import warm_flex_call
 from flashtune.request.request import Result
 from flashtune.runtime.torch_modes import is_compiling
 from flashtune.runtime.torch_ops import attend
+from flashtune.runtime.visible_lists import visible_lists
 
 
 @overload
@@ -73,7 +75,7 @@ def flex_attention(
         ProblemError: A function has an operation that kernels do not compute, or the tensors do not match.
         KernelError: As `attention`.
     """
-    arguments = query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse
+    arguments = query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, visible_lists
     if is_compiling():
         # The graph breaks here. A decorator would import torch's compiler in all programs.
         result: Result = torch.compiler.disable(_attend)(*arguments)
@@ -97,7 +99,9 @@ def explain_flex(
         ProblemError: As `flex_attention`.
         StoreError: The user's database cannot be read.
     """
-    return explain_call(flex_call(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse))
+    arguments = query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse
+    # Nothing is launched. The values of lists do not affect the choice of a kernel.
+    return explain_call(flex_call(*arguments, unwritten_lists))
 
 
 def _attend(*arguments: Any) -> Result:

@@ -174,6 +174,7 @@ def _shared_pages(call: Call, tokens: int) -> int:
             f"shared_prefix is {tokens} and pages hold {size} keys: share whole pages, a multiple of them"
         )
     names = {
+        "score_mod or mask_mod": bool(options.functions),
         "window": options.window_left is not None or options.window_right is not None,
         "chunk": options.chunk > 0,
         **{

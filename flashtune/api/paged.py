@@ -6,7 +6,8 @@ from torch import Tensor
 
 from flashtune.api.merge_states import attend_shared, read_shared
 from flashtune.api.plan import Plan, planned
-from flashtune.request.call import PagedCallOptions, PagedOptions, paged_call
+from flashtune.request.call import PagedCallOptions, PagedFlexOptions, PagedOptions
+from flashtune.request.functions.call import MaskMod, ScoreMod, paged_flex_call
 from flashtune.request.request import Result
 from flashtune.runtime.torch_ops import attend
 
@@ -53,6 +54,8 @@ def attention_paged(
     *,
     return_lse: bool = False,
     shared_prefix: int = 0,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
     **options: Unpack[PagedCallOptions],
 ) -> Result:
     """Computes attention of new tokens to sequences in a paged KV cache.
@@ -77,7 +80,12 @@ def attention_paged(
             rows of `block_table` must start with the same pages. A separate pass reads these once for all
             sequences, and its result is merged with the rest. All queries must come after the prefix.
             Results of sequences shorter than the prefix are not valid. Timings do not affect this option.
-            It cannot be combined with window, chunk, ALiBi or prefix lengths.
+            It cannot be combined with window, chunk, ALiBi, prefix lengths or functions.
+        score_mod: A function of (score, batch, head, query, key) that returns the changed score, as of
+            `flex_attention`. `batch` is the number of the sequence, and `head` a query head. `query` and
+            `key` are positions in the sequence: query i of n is at `kv_lengths - n + i`.
+        mask_mod: A function of (batch, head, query, key) that returns whether the key is visible. `causal`
+            hides later keys in addition.
         **options: `causal` (True by default), `cu_seqlens_q` (int32 [batch + 1]) and `max_seqlen_q` for
             packed queries, `layout` ("nhd" or "hnd") and `value_head_dim`. `tree_mask` is bool [batch, q_len,
             q_len], with cu_seqlens_q [batch, max_seqlen_q, max_seqlen_q]: whether query i sees the key of
@@ -98,7 +106,8 @@ def attention_paged(
             Or `prefer` is "generated" and no kernel compiles or loads.
         VerificationError: `prefer` is "generated" and the kernels are wrong on this GPU.
     """
-    call = paged_call(q, k_cache, v_cache, block_table, kv_lengths, return_lse=return_lse, **options)
+    tensors = q, k_cache, v_cache, block_table, kv_lengths
+    call = paged_flex_call(*tensors, return_lse=return_lse, score_mod=score_mod, mask_mod=mask_mod, **options)
     shared_prefix = read_shared(shared_prefix)
     return attend_shared(call._replace(shared_prefix=shared_prefix)) if shared_prefix else attend(call)
 
@@ -134,7 +143,7 @@ def plan_paged(
     *,
     return_lse: bool = False,
     shared_prefix: int = 0,
-    **options: Unpack[PagedCallOptions],
+    **options: Unpack[PagedFlexOptions],
 ) -> Plan[Result]:
     """Prepares a call of `attention_paged` with the same arguments.
 
@@ -150,4 +159,4 @@ def plan_paged(
     """
     shared = read_shared(shared_prefix)
     tensors = q, k_cache, v_cache, block_table, kv_lengths
-    return planned("plan_paged", paged_call, tensors, options, shared, return_lse=return_lse)
+    return planned("plan_paged", paged_flex_call, tensors, options, shared, return_lse=return_lse)

@@ -57,7 +57,8 @@ LATENT_ROWS = 64
 # The first family for gradients in float32: 0.5 to 0.7 of the time of `backward_split` on an H200.
 FLOAT32_BACKWARD = "backward_fused"
 # With block masks of 128, tuned kernels of `forward_masked` took 1.3 to 1.4 times as long as estimated,
-# relative to those of `forward_hopper`. Measured at three shapes on an H100 and an H200.
+# relative to those of `forward_hopper`. Measured at three shapes on an H100 and an H200. Gradients by
+# `backward_split` took longer than estimated at all blocks.
 PORTABLE_BLOCKS, PORTABLE_FACTOR = 128, 1.3
 # Splits of tiles of these families are preferred to those of DECODING_FAMILY if their modelled time is less
 # than this multiple. At the shapes of benchmarks/results/nvidia-h200-splits.json.gz and
@@ -210,7 +211,7 @@ def _default_rank(
     if problem.block_mask:
         # No order is the fastest for all: it depends on the size of blocks and on whether heads share lists.
         ms = family.makespan_ms(problem, family.default(problem, target), target)
-        is_slower = family.interpreted and problem.block_mask == PORTABLE_BLOCKS
+        is_slower = family.interpreted and (problem.is_backward or problem.block_mask == PORTABLE_BLOCKS)
         return False, PORTABLE_FACTOR * ms if is_slower else ms, family.name
     if family.name == LATENT_FAMILY:
         rows = problem.group_size * problem.seqlen_q

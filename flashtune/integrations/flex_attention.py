@@ -34,6 +34,8 @@ MODULE, NAME, NEEDED = "torch.nn.attention.flex_attention", "flex_attention", "2
 TRANSFORMERS, COMPILED = "transformers.integrations.flex_attention", "compile_friendly_flex_attention"
 # Devices on which flashtune serves. Tests replace it by the CPU.
 DEVICES = {"cuda"}
+# Native kernels compute gradients on GPUs of this compute capability, of these types, up to this head dim.
+HOPPER, NATIVE_DTYPES, NATIVE_DIM = (9, 0), (torch.bfloat16, torch.float16), 128
 # Refusals that are counted, and the sentence under which further ones are.
 MAX_SENTENCES, OTHERS = 256, "other refusals"
 
@@ -205,11 +207,20 @@ def _reason(query: Tensor, key: Tensor, value: Tensor, return_aux: Any) -> str |
         return f"the tensors are on {query.device.type}"
     if is_tracing() or not runs_eagerly(query, key, value):
         return "a dispatch mode or transform is active"
-    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
+    needs_gradients = any(tensor.requires_grad for tensor in (query, key, value))
+    if needs_gradients and torch.is_grad_enabled() and not _has_fast_gradients(query, value):
         return "torch's kernels are faster if an input requires grad"
     if return_aux is not None and return_aux.max_scores:
         return "return_aux asks for the largest scores"
     return None
+
+
+def _has_fast_gradients(query: Tensor, value: Tensor) -> bool:
+    """Returns whether native kernels compute gradients. Others are slower than torch's."""
+    if query.device.type != "cuda":
+        return True
+    is_native = torch.cuda.get_device_capability(query.device) == HOPPER
+    return is_native and query.dtype in NATIVE_DTYPES and max(query.shape[-1], value.shape[-1]) <= NATIVE_DIM
 
 
 _served = called_by("flex_attention")(own_attention)

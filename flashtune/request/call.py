@@ -131,7 +131,14 @@ class PagedCallOptions(CommonOptions, total=False):
     value_head_dim: int | None
 
 
-class PagedOptions(PagedCallOptions, total=False):
+class PagedFlexOptions(PagedCallOptions, total=False):
+    """Keyword arguments of `attention_paged`, also functions, for a single pass over the keys."""
+
+    score_mod: Callable[..., Tensor] | None
+    mask_mod: Callable[..., Tensor] | None
+
+
+class PagedOptions(PagedFlexOptions, total=False):
     """Keyword arguments of `attention_paged`."""
 
     shared_prefix: int

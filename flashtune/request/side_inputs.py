@@ -8,7 +8,7 @@ from torch import Tensor
 from flashtune.core.errors import ProblemError
 from flashtune.core.expressions.nodes import Op
 from flashtune.core.features.description import TensorInput
-from flashtune.core.features.functions import TORCH_TABLES, function_tensors
+from flashtune.core.features.functions import TORCH_TABLES, function_tensors, has_positions
 from flashtune.core.features.records import TABLES, ExtraInputs
 from flashtune.core.features.table import TENSOR_INPUTS
 from flashtune.core.problem import BlockLists, KvScale, Problem
@@ -61,14 +61,14 @@ def check_shapes(problem: Problem, side: ExtraInputs, batch: int, longest: int) 
 
 
 def check_tables(problem: Problem, side: ExtraInputs) -> None:
-    """Checks the captured tensors of functions: their types, and sizes of dimensions that places index."""
+    """Checks the captured tensors of functions: their types, and sizes of dimensions that places index.
+
+    Positions of paged sequences may be of any size: lengths are on the device.
+    """
     functions = problem.functions
-    extents = {
-        Op.BATCH: problem.batch,
-        Op.HEAD: problem.heads,
-        Op.QUERY: problem.seqlen_q,
-        Op.KEY: problem.seqlen_kv,
-    }
+    extents = {Op.BATCH: problem.batch, Op.HEAD: problem.heads}
+    if not has_positions(problem):
+        extents |= {Op.QUERY: problem.seqlen_q, Op.KEY: problem.seqlen_kv}
     tables = [getattr(side, name) for name in TABLES]
     kinds = [(table.dtype, table.dim()) for table in tables if table is not None]
     expected = [(TORCH_TABLES()[table.dtype], table.dimensions) for table in functions.tables]

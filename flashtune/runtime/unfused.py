@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flashtune.core.features.description import ScoreRows
-from flashtune.core.features.functions import visible_by_function
+from flashtune.core.features.functions import has_positions, visible_by_function
 from flashtune.core.features.masks import seen_keys, seen_newest, seen_pairs
 from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs, FeatureFields
 from flashtune.core.features.table import TENSOR_INPUTS, changed_scores
@@ -65,11 +65,13 @@ def unfused_attention(
         return _dense(problem, q, k, v, side, scale, return_lse)
     out = q.new_zeros(*q.shape[:3], v.shape[3])
     lse = q.new_full(q.shape[:3], -torch.inf, dtype=score_dtype(q))
-    dense = msgspec.structs.replace(problem, packed=0, page_size=0)
-    for sequence in _sequences(problem, q, k, v, side):
+    # The queries of functions of paged sequences are positions.
+    page_size = problem.page_size if problem.functions else 0
+    dense = msgspec.structs.replace(problem, packed=0, batch=1, page_size=page_size)
+    for number, sequence in enumerate(_sequences(problem, q, k, v, side)):
         at = sequence.at
         operands = q[at], sequence.k, sequence.v, sequence.side
-        out[at], part = _dense(dense, *operands, scale, True, at[2].start or 0)
+        out[at], part = _dense(dense, *operands, scale, True, at[2].start or 0, number)
         assert part is not None
         lse[at] = part
     return out, lse if return_lse else None
@@ -220,8 +222,12 @@ def _dense(
     scale: float,
     return_lse: bool,
     first_row: int = 0,
+    sequence: int = 0,
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns output and log-sum-exp of dense sequences. `first_row` is that of a packed sequence."""
+    """Returns output and log-sum-exp of dense sequences.
+
+    `first_row` is that of a packed sequence, and `sequence` is the number of the first sequence.
+    """
     batch, heads, seqlen_q, _ = q.shape
     kv_heads, seqlen_kv = k.shape[1:3]
     if side.seqlens_kv is not None:
@@ -229,8 +235,8 @@ def _dense(
         beyond = torch.arange(seqlen_kv, device=q.device) >= side.seqlens_kv[:, None]
         k, v = (tensor.masked_fill(beyond[:, None, :, None], 0) for tensor in (k, v))
     scores = scaled_scores(q, k, scale).view(batch, heads, seqlen_q, seqlen_kv)
-    scores = changed_scores(scores, _score_rows(problem, q, k, side, scores.dtype)).scores
-    hidden = _hidden(problem, q, k, side)
+    scores = changed_scores(scores, _score_rows(problem, q, k, side, scores.dtype, sequence)).scores
+    hidden = _hidden(problem, q, k, side, sequence)
     if hidden is not None:
         scores.masked_fill_(hidden, -torch.inf)
     lse = None
@@ -253,7 +259,7 @@ def _dense(
 
 
 def _score_rows(
-    problem: Problem, q: Tensor, k: Tensor, side: ExtraInputs, dtype: torch.dtype
+    problem: Problem, q: Tensor, k: Tensor, side: ExtraInputs, dtype: torch.dtype, sequence: int
 ) -> ScoreRows[FeatureFields, ExtraInputs]:
     """Returns all rows for the arithmetic of features, in the type of the scores."""
 
@@ -263,9 +269,10 @@ def _score_rows(
     def distances() -> Tensor:
         return (positions() - torch.arange(k.shape[2], dtype=dtype, device=q.device)).abs_()
 
-    return ScoreRows(
-        problem, side, lambda tensor: tensor[:, :, None, None], lambda bias: bias, positions, distances
-    )
+    def of_heads(tensor: Tensor) -> Tensor:
+        return tensor[:, :, None, None]
+
+    return ScoreRows(problem, side, of_heads, lambda bias: bias, positions, distances, sequence)
 
 
 def _positions(problem: Problem, q: Tensor, k: Tensor, side: ExtraInputs) -> Tensor:
@@ -278,7 +285,7 @@ def _positions(problem: Problem, q: Tensor, k: Tensor, side: ExtraInputs) -> Ten
     return places + (side.seqlens_kv - q.shape[2])[:, None]
 
 
-def _hidden(problem: Problem, q: Tensor, k: Tensor, side: ExtraInputs) -> Tensor | None:
+def _hidden(problem: Problem, q: Tensor, k: Tensor, side: ExtraInputs, sequence: int) -> Tensor | None:
     """Returns the pairs that no head may use, for [batch, heads, seqlen_q, seqlen_kv]; None without any."""
     if not problem.features:
         if problem.causal is Causal.NONE:
@@ -304,7 +311,9 @@ def _hidden(problem: Problem, q: Tensor, k: Tensor, side: ExtraInputs) -> Tensor
             torch.arange(extent, device=q.device).view(shape)
             for extent, shape in zip(q.shape[:3], ((-1, 1, 1, 1), (1, -1, 1, 1), (1, 1, -1, 1)), strict=True)
         )
-        shown = visible_by_function(problem, side, batch, head, query, k.shape[2])
+        if has_positions(problem):
+            query = _positions(problem, q, k, side)[:, None, :, None]
+        shown = visible_by_function(problem, side, batch + sequence, head, query, k.shape[2])
         assert shown is not None
         seen = seen & shown
     return ~seen

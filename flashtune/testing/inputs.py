@@ -14,7 +14,8 @@ from flashtune.core.kernel import Alignment
 from flashtune.core.layouts import DENSE_LAYOUTS, Layout
 from flashtune.core.problem import Direction, Problem
 from flashtune.request.arguments import read_option
-from flashtune.request.call import Call, dense_call, paged_call, seeded, varlen_call
+from flashtune.request.call import Call, dense_call, seeded, varlen_call
+from flashtune.request.functions.call import paged_flex_call
 from flashtune.request.read_call import read_call
 from flashtune.request.side_inputs import side_views
 from flashtune.tuner.workloads.shapes import parse_shape
@@ -176,7 +177,7 @@ def varlen_inputs(*arguments: Any, **options: Any) -> Inputs:
 
 def paged_inputs(*arguments: Any, **options: Any) -> Inputs:
     """Returns the inputs of `flashtune.attention_paged(*arguments, **options)`."""
-    return inputs_of(paged_call(*arguments, **options))
+    return inputs_of(paged_flex_call(*arguments, **options))
 
 
 def inputs_of(call: Call) -> Inputs:

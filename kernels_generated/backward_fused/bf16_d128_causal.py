@@ -9,7 +9,7 @@ With         no features
 Config       block_m 64, block_n 128, 8 warps, 2 stages, reduction copy_engine, split_masked_loop True,
              transpose_dq False, split_head_dim False, heads_innermost False, maxnreg 0, input_precision ieee
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     backward_fused 841b650a765f
+Template     backward_fused 0febfeb1d787
 
   delta:            for each row: delta = rowsum(dout * out); lse in units of log2; sums of dq = 0
   backward_fused:   for each block of keys, in parallel:

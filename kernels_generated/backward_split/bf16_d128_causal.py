@@ -9,7 +9,7 @@ With         no features
 Config       block_m 64, block_n 128, 8 warps, 2 stages; for dq block_m 128, block_n 64, 8 warps, 2 stages;
              split_masked_loop True, split_head_dim False, lpt True, heads_innermost False, maxnreg 0, input_precision ieee
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     backward_split 345501b2c006
+Template     backward_split 596f3b1593bc
 
   delta:                 for each row: delta = rowsum(dout * out); lse in units of log2
   backward_split:        for each block of keys, in parallel:

@@ -8,7 +8,7 @@ With         pages
 Config       block_m 16, block_n 128, 4 warps, 2 stages, 3 splits,
              split_head_dim False, early_combine True, early_start False
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     decode_split_kv b45ec68eac75
+Template     decode_split_kv 3c1f3e0c9856
 
 The rows of a tile are queries and the heads that share a KV head: row r is query r // group_size of head
 r % group_size. The softmax is online (Milakov and Gimelshein, 2018), in base 2. Parts of the keys are

@@ -8,7 +8,7 @@ With         window
 Config       block_m 128, block_n 64, 8 warps, 3 stages, split_masked_loop True, split_head_dim False,
              lpt False, heads_innermost False, maxnreg 0
 Assumes      strides that are multiples of 16, 32-bit offsets
-Template     forward_masked 34c2a660cf67
+Template     forward_masked 1e23f4dc9199
 
 Algorithm of a program, for a tile of queries
   find the visible keys and the full blocks among them by key_bounds

@@ -1,5 +1,6 @@
 """Run-time arguments of the kernel, its prologue and its epilogue, with TMA descriptors."""
 
+from flashtune.core.features.records import TABLES
 from flashtune.core.kernel import POINTER_ALIGNMENT, Argument, Specialization
 from flashtune.core.problem import Problem
 from flashtune.templates.backward_hopper.space import (
@@ -10,22 +11,31 @@ from flashtune.templates.backward_hopper.space import (
 )
 from flashtune.templates.common.args.arguments import descriptor, stride_arguments
 from flashtune.templates.common.args.backward_arguments import plain_arguments, seed_arguments
-from flashtune.templates.common.args.side import side_numbers, side_tensors
+from flashtune.templates.common.args.backward_portable import BLOCK_TENSORS, table_gradient
+from flashtune.templates.common.args.side import side_numbers, side_strides, side_tensors
 from flashtune.templates.family import Arguments
 
 STATS, SUMS, TURNS = "workspace_0", "workspace_1", "workspace_2"
+# The steps of each block of keys, for a block mask.
+STEPS = Argument("workspace_2", "*i32", POINTER_ALIGNMENT)
 COUNTS = ("blocks", "kv_heads", "group_size")
 DENSE_COUNTS = ("seqlen_q", "seqlen_kv", "diagonal")
 # Blocks of queries of a head, of all sequences, and the numbers of sequences and of steps of a search.
 PACKED_COUNTS = ("head_blocks", "sequences", "search_steps")
 OFFSETS = ("cu_seqlens_q", "cu_seqlens_kv")
+# Integers of the prologue that lists steps, after the strides of the block mask.
+LISTED_COUNTS = ("seqlen_kv", "kv_heads", "search_steps")
+# Captured values of score and mask functions.
+CAPTURED = ("function_ints", "function_floats", *TABLES)
 
 
-def kernel_arguments(problem: Problem, config: HopperBackwardConfig) -> Arguments:
+def kernel_arguments(
+    problem: Problem, config: HopperBackwardConfig, specialization: Specialization
+) -> Arguments:
     """Returns descriptors of q, k, v, dout, initial values of products, dk and dv; sums, numbers, counts.
 
-    Deterministic kernels also get counters for the order of additions. Kernels that interleave heads also get
-    the number of these.
+    Deterministic kernels also get counters for the order of additions. With a block mask, kernels also get
+    the steps of each block of keys. Kernels that interleave heads also get the number of these.
     """
     width = width_of(problem)
     boxes = {
@@ -38,7 +48,9 @@ def kernel_arguments(problem: Problem, config: HopperBackwardConfig) -> Argument
     return (
         *described,
         *(Argument(name, "*fp32", POINTER_ALIGNMENT) for name in _added_to(problem)),
-        *_side(problem, OFFSETS),
+        *_steps(problem),
+        *plain_arguments(problem.dtype, specialization, table_gradient(problem)),
+        *_side(problem, (*OFFSETS, *CAPTURED)),
         Argument("scale", "fp32"),
         *side_numbers(problem),
         *_integers(_counts(problem, config)),
@@ -48,17 +60,21 @@ def kernel_arguments(problem: Problem, config: HopperBackwardConfig) -> Argument
 def prepare_arguments(
     problem: Problem, config: HopperBackwardConfig, specialization: Specialization
 ) -> Arguments:
-    """Returns out, dout, lse, its gradient if there is one, workspaces, seed, numbers, strides, counts."""
+    """Returns out, dout, lse, its gradient if there is one, workspaces, extra inputs, strides, counts."""
     dlse = ("dlse",) if specialization.lse else ()
-    tensors = ("out", "dout", "lse", *dlse, STATS, *_added_to(problem), *_sink_parts(problem))
+    tensors, tables = ("out", "dout", "lse", *dlse, STATS, *_added_to(problem)), table_gradient(problem)
+    beside = "sinks", *OFFSETS[:1], *BLOCK_TENSORS, *(CAPTURED[:1] if tables else ())
     return (
         *plain_arguments(problem.dtype, specialization, tensors),
-        *_side(problem, ("sinks", *OFFSETS[:1])),
+        *_steps(problem),
+        *plain_arguments(problem.dtype, specialization, (*_sink_parts(problem), *tables)),
+        *_side(problem, beside),
         *seed_arguments(problem),
-        *((Argument("scale", "fp32"),) if starts_at_lse(config, problem.softcap) else ()),
+        *((Argument("scale", "fp32"),) if starts_at_lse(problem, config) else ()),
         *side_numbers(problem),
         *stride_arguments(specialization, tensors),
-        *_integers(_row_counts(problem)),
+        *side_strides(problem, specialization),
+        *_integers((*_row_counts(problem), *(LISTED_COUNTS if problem.block_mask else ()))),
     )
 
 
@@ -74,9 +90,9 @@ def finish_arguments(problem: Problem, specialization: Specialization) -> Argume
     )
 
 
-def starts_at_lse(config: HopperBackwardConfig, softcap: bool) -> bool:
-    """Returns whether the product of the scores starts at minus the log-sum-exp: not with a softcap."""
-    return config.init_accumulators and not softcap
+def starts_at_lse(problem: Problem, config: HopperBackwardConfig) -> bool:
+    """Returns whether the product of the scores starts at minus the log-sum-exp: only of unchanged scores."""
+    return config.init_accumulators and not problem.softcap and problem.functions.score < 0
 
 
 def _counts(problem: Problem, config: HopperBackwardConfig) -> tuple[str, ...]:
@@ -101,9 +117,14 @@ def _added_to(problem: Problem) -> tuple[str, ...]:
     return (SUMS, TURNS) if problem.deterministic else (SUMS,)
 
 
+def _steps(problem: Problem) -> Arguments:
+    return (STEPS,) if problem.block_mask else ()
+
+
 def _sink_parts(problem: Problem) -> tuple[str, ...]:
     """Returns the workspace with the gradient of a sink of each block of queries."""
-    return (f"workspace_{1 + len(_added_to(problem))}",) if problem.sinks else ()
+    before = len(_added_to(problem)) + len(_steps(problem))
+    return (f"workspace_{1 + before}",) if problem.sinks else ()
 
 
 def _tile(name: str, rows: int, width: int, problem: Problem) -> Argument:

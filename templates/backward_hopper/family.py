@@ -1,6 +1,8 @@
 """Hopper's backward pass in Gluon: a producer warp and two consumer groups, for sm_90 only."""
 
 from flashtune.core.config import LaunchOptions, Space
+from flashtune.core.expressions.derivative import derivatives
+from flashtune.core.expressions.nodes import Op
 from flashtune.core.kernel import Specialization, Step
 from flashtune.core.problem import Causal, Direction, Dtype, Feature, Problem
 from flashtune.core.target import Target
@@ -20,13 +22,16 @@ from flashtune.templates.backward_hopper.space import (
     WIDE,
     WIDEST,
     HopperBackwardConfig,
+    has_own_steps,
     hopper_backward_space,
     interleaves,
     may_rotate,
+    query_parts,
     usual_config,
     width_of,
 )
 from flashtune.templates.common.args.arguments import WIDEST_SWIZZLE
+from flashtune.templates.common.args.gluon_table_gradients import can_add_elements
 from flashtune.templates.common.args.problem_context import bound, problem_values
 from flashtune.templates.common.model.sram import MIN_DOT_WIDTH
 from flashtune.templates.family import Arguments, Context, FamilyOf
@@ -40,8 +45,19 @@ STEP_WARPS = 4
 # Probabilities in fp16 that ds comes from are times 2 to this power, so that those above 2^-26 keep all bits.
 # Larger powers leave less room for the error of a log-sum-exp.
 P_EXPONENT = 12
+# Features with which block masks do not combine.
+EXCLUDED_WITH_BLOCK_MASK = frozenset({Feature.DETERMINISTIC, Feature.WINDOW, Feature.PACKED})
+# Lower bits of a step of a block mask. The others number the blocks of queries of a group of heads.
+FLAG_BITS = 6
+MAX_STEPS = 2 ** (31 - FLAG_BITS)
+# Steps of a block mask that a program of the prologue lists at once.
+LISTED_AT_ONCE = 256
+# Gradients of captured tensors that a program clears at once.
+TABLE_PIECE = 1024
 # Longer windows hide nothing, and sums of positions fit 32 bits.
 FARTHEST = 2**29 - 1
+# Features with which functions combine.
+WITH_FUNCTIONS = frozenset({Feature.FUNCTIONS, Feature.DETERMINISTIC, Feature.BLOCK_MASK})
 
 
 class BackwardHopper(HopperBackwardModel, FamilyOf[HopperBackwardConfig]):
@@ -52,7 +68,7 @@ class BackwardHopper(HopperBackwardModel, FamilyOf[HopperBackwardConfig]):
     features = frozenset(
         {
             *(Feature.DETERMINISTIC, Feature.DROPOUT, Feature.WINDOW),
-            *(Feature.SOFTCAP, Feature.SINKS, Feature.PACKED),
+            *(Feature.SOFTCAP, Feature.SINKS, Feature.PACKED, Feature.BLOCK_MASK, Feature.FUNCTIONS),
         }
     )
     direction = Direction.BACKWARD
@@ -74,6 +90,18 @@ class BackwardHopper(HopperBackwardModel, FamilyOf[HopperBackwardConfig]):
             return f"backward_hopper drops weights of head dims up to {WIDE}"
         if problem.dropout and (problem.softcap or problem.packed):
             return "backward_hopper drops weights without a softcap, of sequences that are not packed"
+        if problem.block_mask and problem.features & EXCLUDED_WITH_BLOCK_MASK:
+            return "backward_hopper takes block masks without windows, packing and fixed order"
+        if problem.block_mask and problem.group_size * problem.seqlen_q // ROWS >= MAX_STEPS:
+            return f"backward_hopper takes up to {MAX_STEPS} blocks of queries of a group with a block mask"
+        if problem.functions and (problem.features - WITH_FUNCTIONS or problem.is_causal):
+            return "backward_hopper takes score and mask functions without other features"
+        if problem.functions and max(dims) > WIDE:
+            return f"backward_hopper takes score and mask functions at head dims up to {WIDE}"
+        if problem.deterministic and derivatives(problem.functions).elements:
+            return "backward_hopper takes no deterministic gradient of a captured tensor"
+        if not can_add_elements(derivatives(problem.functions)):
+            return "backward_hopper takes no gradient of a captured tensor of which scores select elements"
         return None
 
     def can_address(self, dtype: Dtype, specialization: Specialization) -> bool:
@@ -88,7 +116,7 @@ class BackwardHopper(HopperBackwardModel, FamilyOf[HopperBackwardConfig]):
     def arguments(
         self, problem: Problem, config: HopperBackwardConfig, specialization: Specialization
     ) -> Arguments:
-        return kernel_arguments(problem, config)
+        return kernel_arguments(problem, config, specialization)
 
     def prologue(
         self, problem: Problem, config: HopperBackwardConfig, specialization: Specialization
@@ -114,6 +142,9 @@ class BackwardHopper(HopperBackwardModel, FamilyOf[HopperBackwardConfig]):
         width = width_of(problem)
         is_bounded = values["is_causal"] or values["has_window_right"]
         half_columns = max(ROWS, width // 2)
+        own_steps = has_own_steps(problem)
+        all_dq = own_steps or config.alternate_dq
+        derived = derivatives(problem.functions)
         return values | {
             # Columns of a tile, and keys of a warpgroup.
             "width": width,
@@ -127,6 +158,16 @@ class BackwardHopper(HopperBackwardModel, FamilyOf[HopperBackwardConfig]):
             # ds comes from probabilities in fp16, which has a small range.
             "low_p": problem.dtype is Dtype.FP16 and (width == WIDEST or problem.softcap),
             "p_exponent": P_EXPONENT,
+            # Functions with their derivatives. That of the changed score by the score may be 1.
+            "functions": derived,
+            "has_slope": problem.softcap or derived.slope >= 0,
+            # Parts of a block of queries of which functions are computed in turn.
+            "function_parts": 2 if derived.elements or (width == NARROW and derived.slope >= 0) else 1,
+            # Programs add to gradients of captured tensors.
+            "table_piece": TABLE_PIECE,
+            "writes_tables": bool(derived.elements),
+            "reads_head": any(node.op is Op.HEAD for node in derived.nodes),
+            "has_tanh": any(node.op is Op.TANH for node in derived.nodes),
             "is_narrow": width == NARROW,
             # Warpgroups divide the products, not the keys.
             "divides_products": width == WIDEST,
@@ -147,18 +188,27 @@ class BackwardHopper(HopperBackwardModel, FamilyOf[HopperBackwardConfig]):
             # Blocks of a head's queries may follow those that a block of keys needs.
             "is_ranged": values["has_window_left"] or values["packed"],
             # Both warpgroups compute half of dq a step late.
-            "late_dq": config.defer_dq and not config.alternate_dq,
+            "late_dq": config.defer_dq and not all_dq,
             # The product of the scores starts at minus the log-sum-exp, and the dP product at -delta. With
             # dropout, dP is scaled before.
-            "init_scores": starts_at_lse(config, problem.softcap),
+            "init_scores": starts_at_lse(problem, config),
             "init_delta": config.init_accumulators and not problem.dropout,
             # Rows of a head in workspace_0.
             "stat_rows": 4 if problem.dropout else 2,
+            # Groups process different blocks of queries, and each adds all dq of its keys.
+            "own_steps": own_steps,
+            "alternate_dq": all_dq,
+            # The keys of a list of steps, and the blocks of the mask in a block of queries.
+            "listed_keys": ROWS if own_steps else config.block_n,
+            "query_parts": query_parts(problem, config),
+            "has_parts": query_parts(problem, config) > 1,
+            "flag_bits": FLAG_BITS,
+            "listed_at_once": LISTED_AT_ONCE,
             # Columns of half a block of dq, which has 64 rows, and of the part that a warpgroup computes.
             "half_columns": half_columns,
-            "dq_columns": 2 * ROWS if config.alternate_dq else half_columns,
+            "dq_columns": (config.block_m if width == NARROW else width) if all_dq else half_columns,
             # Parts of a block of dq that are added separately.
-            "dq_parts": 1 if config.alternate_dq else 2,
+            "dq_parts": 1 if all_dq else 2,
         }
 
 

@@ -8,8 +8,17 @@ import msgspec
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Problem
 from flashtune.core.target import Target
-from flashtune.templates.backward_hopper.space import ROWS, WIDEST, HopperBackwardConfig, may_rotate, width_of
+from flashtune.templates.backward_hopper.space import (
+    ROWS,
+    WIDEST,
+    HopperBackwardConfig,
+    has_own_steps,
+    may_rotate,
+    query_parts,
+    width_of,
+)
 from flashtune.templates.common.model.cost import BANDWIDTH_SHARE
+from flashtune.templates.common.model.functions import share_of_functions
 from flashtune.templates.common.model.traffic import cycled_queries, summed_items, unpacked
 from flashtune.templates.family import BytesItem, BytesItems, PerformanceModel
 
@@ -32,6 +41,8 @@ LAUNCH = 15.0
 PROGRAM = 3.0
 # From one block of keys' addition to dq until the next one's, if deterministic, in µs.
 TURN = 1.5
+# Time of the prologue for the steps of a block mask, in µs.
+LISTING = 5.0
 # Fraction of the peak for the products of a block: shared memory is as busy as the Tensor Cores.
 PRODUCTS_SHARE = 0.62
 # The same if groups alternate, which reads less.
@@ -58,14 +69,16 @@ class HopperBackwardModel(PerformanceModel[HopperBackwardConfig]):
         passed = "weights and gradients of scores" if widest else "gradients of scores of each group"
         # Two tiles of 64 keys in either case.
         scores = 2 * ROWS * config.block_m * size
-        streamed = config.num_stages + config.do_stages
+        # Groups with steps of their own have rings of their own.
+        rings = 2 if has_own_steps(problem) else 1
+        streamed = rings * (config.num_stages + config.do_stages)
         # Random words are loaded with dout.
-        rows = streamed + (RANDOM_WORDS * config.do_stages if problem.dropout else 0)
+        rows = streamed + (RANDOM_WORDS * rings * config.do_stages if problem.dropout else 0)
         turns = TURNS if problem.deterministic else 0
-        waits = SIDES * streamed + of_slot * config.ds_stages + others + turns
+        waits = SIDES * streamed + (of_slot + rings - 1) * config.ds_stages + others + turns
         return (
-            BytesItem(f"q, {config.num_stages} in flight", config.num_stages * tile),
-            BytesItem(f"dout, {config.do_stages} in flight", config.do_stages * tile),
+            BytesItem(f"q, {rings * config.num_stages} in flight", rings * config.num_stages * tile),
+            BytesItem(f"dout, {rings * config.do_stages} in flight", rings * config.do_stages * tile),
             BytesItem("k and v", 2 * config.block_n * width * size),
             BytesItem(f"{passed}, {config.ds_stages} in flight", config.ds_stages * scores),
             BytesItem("log-sum-exp and delta of rows", rows * config.block_m * FLOAT32),
@@ -86,22 +99,27 @@ class HopperBackwardModel(PerformanceModel[HopperBackwardConfig]):
         step = PRODUCTS * 2 * config.block_m * config.block_n * width / rate
         if problem.softcap:
             step *= CAPPED
+        step *= 1.0 + share_of_functions(problem)
         # The program with the most blocks of queries; then all programs.
         left, right = problem.sight.left, problem.sight.right
         queries = problem.seqlen_q
         if left is not None and right is not None:
             queries = min(queries, left + right + config.block_n + config.block_m)
-        most = PROGRAM + math.ceil(queries / config.block_m) * problem.group_size * step
-        rows = cycled_queries(problem, config.block_m, config.block_n) * problem.group_size
-        if left is None and right is None:
+        share = _visible_tiles(problem, config)
+        most = PROGRAM + math.ceil(queries / config.block_m) * problem.group_size * step * share
+        rows = cycled_queries(problem, config.block_m, config.block_n) * problem.group_size * share
+        if left is None and right is None and not problem.block_mask:
             busy = math.ceil(programs / target.sm_count) * most
         else:
             busy = max(most, (programs * PROGRAM + heads * rows / config.block_m * step) / target.sm_count)
+        # Groups with steps of their own add the same blocks of dq one after another.
+        rows *= 2 if has_own_steps(problem) else 1
         added = heads * rows * width * FLOAT32 / (target.hbm_bandwidth * 1e3 * ADDITION_RATE)
         if problem.deterministic:
             # Programs of a head that start at once wait for one another.
             busy += TURN * min(blocks, target.sm_count) / config.interleaved_heads
-        return (LAUNCH + max(busy, added) + _steps_us(problem, width, target)) / 1e3
+        listing = LISTING if problem.block_mask else 0.0
+        return (LAUNCH + listing + max(busy, added) + _steps_us(problem, width, target)) / 1e3
 
     def schedule_variants(
         self, problem: Problem, config: HopperBackwardConfig, target: Target
@@ -114,6 +132,11 @@ class HopperBackwardModel(PerformanceModel[HopperBackwardConfig]):
         self, problem: Problem, config: HopperBackwardConfig, target: Target | None = None
     ) -> BytesItems:
         return summed_items(unpacked(problem), config.block_m, config.block_n, width_of(problem), target)
+
+
+def _visible_tiles(problem: Problem, config: HopperBackwardConfig) -> float:
+    """Returns the fraction of tiles with a visible block of a block mask, if these are random."""
+    return float(1 - (1 - problem.block_share) ** query_parts(problem, config))
 
 
 def _steps_us(problem: Problem, width: int, target: Target) -> float:

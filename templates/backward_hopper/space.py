@@ -71,6 +71,16 @@ def may_rotate(problem: Problem) -> bool:
     return not bounded and not problem.deterministic
 
 
+def has_own_steps(problem: Problem) -> bool:
+    """Returns whether groups process their keys independently: blocks of the mask have no more keys."""
+    return problem.block_mask == ROWS and width_of(problem) != WIDEST
+
+
+def query_parts(problem: Problem, config: HopperBackwardConfig) -> int:
+    """Returns the blocks of a block mask in a block of queries: 1 where a block of the mask is larger."""
+    return max(1, config.block_m // problem.block_mask) if problem.block_mask else 1
+
+
 def hopper_backward_space(problem: Problem) -> Space:
     """Returns the search space."""
     begins = (
@@ -80,12 +90,13 @@ def hopper_backward_space(problem: Problem) -> Space:
     width = width_of(problem)
     if width == WIDEST:
         return Space(HopperBackwardConfig, (*_widest_axes(problem), *begins))
+    own = has_own_steps(problem)
     axes = (
         Axis("num_warps", (GROUP_WARPS,)),
-        Axis("block_m", (BLOCK_QUERIES[width],)),
+        Axis("block_m", (ROWS, BLOCK_QUERIES[width]) if own and width == NARROW else (BLOCK_QUERIES[width],)),
         Axis("num_stages", (2, 3, 4)),
         Axis("do_stages", (2, 3, 4)),
-        Axis("defer_dq", (False, True), False),
+        Axis("defer_dq", (False,) if own else (False, True), False),
         Axis("alternate_dq", (False, True), False, lambda chosen: chosen["defer_dq"] is True),
         Axis("ds_stages", (1, 2, 3)),
         # Random words and all of dq of a block leave no registers for prefetched probabilities.
@@ -155,16 +166,21 @@ def usual_config(problem: Problem) -> HopperBackwardConfig:
     width = width_of(problem)
     narrow = width == NARROW
     # At a width of 64, random words take the registers that alternating groups need.
-    turns = width == WIDE or (narrow and not problem.dropout)
+    own = has_own_steps(problem)
+    turns = (width == WIDE or (narrow and not problem.dropout)) and not own
     return HopperBackwardConfig(
         num_warps=GROUP_WARPS,
-        num_stages=2,
-        block_m=BLOCK_QUERIES[width],
+        num_stages=3 if own and narrow else 2,
+        do_stages=3 if own and narrow else 2,
+        # As many queries as a block of the mask, so that no hidden ones are computed.
+        block_m=ROWS if own else BLOCK_QUERIES[width],
         block_n=ROWS if width == WIDEST else GROUPS * ROWS,
+        # Groups with steps of their own have tiles of their own.
+        ds_stages=1 if own else 2,
         early_dv=width == WIDE and not problem.dropout,
-        defer_dp_wait=narrow or turns,
+        defer_dp_wait=narrow or width == WIDE,
         # In deterministic kernels, a program that waits for its turn then has another step to compute.
-        defer_dq=narrow or turns or width == WIDEST or problem.deterministic,
+        defer_dq=(narrow or turns or width == WIDEST or problem.deterministic) and not own,
         alternate_dq=turns,
         init_accumulators=not (problem.softcap and width == WIDEST),
         stagger_start=may_rotate(problem),

@@ -4,6 +4,7 @@ from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Problem
 from flashtune.core.target import Target
 from flashtune.templates.backward_split.space import SplitConfig
+from flashtune.templates.common.model.functions import share_of_functions
 from flashtune.templates.common.model.makespan_backward import (
     PRODUCTS_OF_KEYS,
     delta_span,
@@ -72,7 +73,7 @@ class SplitModel(PerformanceModel[SplitConfig]):
             longest_first=config.lpt,
             heads_innermost=config.heads_innermost,
         )
-        return delta_span(problem, target) + keys + queries
+        return delta_span(problem, target) + (keys + queries) * (1.0 + share_of_functions(problem))
 
     def hbm_items(self, problem: Problem, config: SplitConfig, target: Target | None = None) -> BytesItems:
         problem = unpacked(problem)

@@ -6,13 +6,24 @@ import msgspec
 
 from flashtune.core.config import LaunchOptions, Space
 from flashtune.core.kernel import Argument, Specialization, Step
-from flashtune.core.problem import MAX_HEAD_DIM, Bias, Direction, Dtype, Feature, KvDtype, KvScale, Problem
+from flashtune.core.problem import (
+    MAX_HEAD_DIM,
+    Bias,
+    BlockLists,
+    Direction,
+    Dtype,
+    Feature,
+    KvDtype,
+    KvScale,
+    Problem,
+)
 from flashtune.core.target import Target
 from flashtune.templates.common.args.arguments import PARTIALS, combine_step
 from flashtune.templates.common.args.feature_context import (
     CONVERTS_E4M3,
     FEATURES,
     feature_arguments,
+    function_trouble,
 )
 from flashtune.templates.common.args.portable_context import portable_values
 from flashtune.templates.common.model.sram import power_of_two, widest_tile
@@ -54,7 +65,9 @@ class DecodeSplitKV(DecodeModel, FamilyOf[DecodeConfig]):
 
     name = "decode_split_kv"
     config_type = DecodeConfig
-    features = (FEATURES - {Feature.DROPOUT}) | {Feature.MLA, Feature.TREE}
+    features = (FEATURES - {Feature.DROPOUT}) | {
+        *(Feature.MLA, Feature.TREE, Feature.FUNCTIONS, Feature.BLOCK_MASK)
+    }
     direction = Direction.FORWARD
     interpreted = True
 
@@ -71,6 +84,8 @@ class DecodeSplitKV(DecodeModel, FamilyOf[DecodeConfig]):
             return "decode_split_kv takes scales of pages for keys in pages alone"
         if problem.bias is not Bias.NONE and problem.packed:
             return "decode_split_kv takes no bias over packed sequences"
+        if reason := function_trouble(self.name, problem) or _list_trouble(problem):
+            return reason
         if problem.mla:
             return self._latent_trouble(problem)
         if max(problem.head_dim, problem.value_head_dim) > MAX_HEAD_DIM:
@@ -118,7 +133,9 @@ class DecodeSplitKV(DecodeModel, FamilyOf[DecodeConfig]):
     def context(self, problem: Problem, config: DecodeConfig, specialization: Specialization) -> Context:
         chunks = query_chunks(problem, config.split_head_dim), value_chunks(problem, config.split_head_dim)
         values = portable_values(problem, specialization, chunks, config.block_n)
-        features = values["features"]
+        # Rows of a tile are of several heads, which share lists.
+        shares = {"head_rows": True, "block_groups": problem.block_mask > 0}
+        features = values["features"] | shares
         combined = combined_columns(problem, config)
         paired = loads_pairs(problem, config, specialization)
         halves = {width // 2 for width in values["widths"] if paired}
@@ -128,6 +145,7 @@ class DecodeSplitKV(DecodeModel, FamilyOf[DecodeConfig]):
         rescaled = widened and problem.dtype is Dtype.BF16
         page_per_key = features["is_paged"] and not features["one_page"]
         return values | {
+            "features": features,
             # Several programs share the keys of a sequence.
             "is_split": config.num_splits > 1,
             "early_combine": config.num_splits > 1 and combines_early(problem, config),
@@ -150,6 +168,19 @@ class DecodeSplitKV(DecodeModel, FamilyOf[DecodeConfig]):
             # The product of probabilities and values has a factor.
             "scales_product": features["page_scales"] and (features["one_page"] or widened),
         }
+
+
+def _list_trouble(problem: Problem) -> str | None:
+    """Returns why the lists of a block mask are not those of tiles, None if they are."""
+    if not problem.block_mask:
+        return None
+    is_shared = problem.block_lists is BlockLists.GROUP or problem.group_size == 1
+    if problem.functions and is_shared and problem.seqlen_q <= problem.block_mask:
+        return None
+    return (
+        "decode_split_kv takes block masks with functions, with queries of one block and lists that the "
+        "heads of a KV head share"
+    )
 
 
 def _default_tiles(problem: Problem, target: Target) -> DecodeConfig:
@@ -202,6 +233,9 @@ def _usual_tiles(problem: Problem, target: Target) -> DecodeConfig:
         # A block in one page needs fewer warps to compute addresses.
         warps, stages = (4, 4) if problem.page_size >= 64 else (8, 3)
         config = msgspec.structs.replace(config, block_n=64, num_warps=warps, num_stages=stages)
+    if problem.block_mask:
+        # A block of keys is in one block of a list.
+        config = msgspec.structs.replace(config, block_n=min(config.block_n, problem.block_mask))
     while config.block_n > MIN_KEYS and 3 * block_bytes(problem, config) > target.sram_per_block:
         config = msgspec.structs.replace(config, block_n=config.block_n // 2)
     return config

@@ -87,7 +87,7 @@ class DecodeModel(PerformanceModel[DecodeConfig]):
 
     def makespan_ms(self, problem: Problem, config: DecodeConfig, target: Target) -> float:
         problem = unpacked(problem)
-        keys = distinct_keys(problem.sight)
+        keys = math.ceil(distinct_keys(problem.sight) * problem.block_share)
         tiles = math.ceil(group_rows(problem) / config.block_m)
         programs = tiles * problem.batch * problem.kv_heads * config.num_splits
         if not programs or not keys:

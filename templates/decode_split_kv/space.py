@@ -171,6 +171,8 @@ def _is_possible(problem: Problem, config: Config, target: Target) -> bool:
     programs = math.ceil(group_rows(problem) / config.block_m) * problem.batch * problem.kv_heads
     if config.num_splits > 1 and programs * config.num_splits > PROGRAMS_PER_SM * target.sm_count:
         return False
+    if problem.block_mask and config.block_n > problem.block_mask:
+        return False
     # A tile in use may be in registers.
     in_flight = (config.num_stages - 1) * block_bytes(problem, config)
     return fits_registers(problem, config, target) and in_flight <= target.sram_per_block

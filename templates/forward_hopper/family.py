@@ -18,7 +18,7 @@ from flashtune.core.problem import (
 )
 from flashtune.core.target import Target
 from flashtune.templates.common.args.arguments import transpose_arguments
-from flashtune.templates.common.args.feature_context import combining_step
+from flashtune.templates.common.args.feature_context import combining_step, function_trouble
 from flashtune.templates.common.model.splits import COMBINE_WARPS, UNSPLIT
 from flashtune.templates.common.model.sram import MIN_DOT_WIDTH
 from flashtune.templates.common.model.traffic import mean_queries
@@ -47,7 +47,7 @@ from flashtune.templates.forward_hopper.splits import UNSPLIT_IN_ORDER
 
 HOPPER = 90
 # Features of which the order of arithmetic is not fixed.
-UNORDERED = UNSPLIT | {Feature.TREE}
+UNORDERED = UNSPLIT | {Feature.TREE, Feature.FUNCTIONS}
 QUANTIZED_FEATURES = {Feature.WINDOW, Feature.DROPOUT}
 DTYPES = (Dtype.BF16, Dtype.FP16, Dtype.E4M3)
 # TMA copies rows of a multiple of 16 bytes.
@@ -85,12 +85,8 @@ class ForwardHopper(HopperModel, FamilyOf[HopperConfig]):
             return f"forward_hopper runs on sm_90 alone, and {target.name} is {target.arch}"
         if problem.dtype not in DTYPES:
             return f"forward_hopper takes bf16, fp16 and e4m3, not {problem.dtype.value}"
-        if problem.functions and (
-            problem.features - {Feature.BLOCK_MASK, Feature.FUNCTIONS}
-            or problem.is_causal
-            or problem.dtype.is_quantized
-        ):
-            return "forward_hopper takes score and mask functions in bf16 and fp16 with block masks alone"
+        if reason := function_trouble(self.name, problem):
+            return reason
         if problem.batch_invariant and (problem.dtype.is_quantized or problem.features & UNORDERED):
             return (
                 "forward_hopper is batch-invariant in bf16 and fp16 without dropout, a bias, a mask, a tree "
@@ -221,6 +217,8 @@ def _unsupported_cache(problem: Problem) -> str | None:
         return f"forward_hopper takes scales of pages of {SMALLEST_COPY} keys or more"
     if problem.kv_scale is KvScale.PAGE and problem.dtype is Dtype.FP16:
         return "forward_hopper takes scales of pages in bf16"
+    if problem.functions:
+        return "forward_hopper takes 8-bit keys without score and mask functions"
     if problem.head_dim != problem.value_head_dim or problem.head_dim not in CONVERTED_HEAD_DIMS:
         return "forward_hopper takes 8-bit keys of head dims 64 and 128, as wide as their values"
     return None

@@ -18,6 +18,7 @@ from flashtune.templates.common.args.feature_context import (
     FEATURES,
     combining_step,
     feature_arguments,
+    function_trouble,
 )
 from flashtune.templates.common.args.portable_context import portable_values, refusal
 from flashtune.templates.common.model.splits import split_values
@@ -54,10 +55,8 @@ class ForwardMasked(MaskedModel, FamilyOf[MaskedConfig]):
             return "forward_masked is for masks, changed scores, packed sequences, pages and split keys"
         if problem.block_mask and problem.features & {Feature.PACKED, Feature.PAGES}:
             return "forward_masked takes no block mask over packed sequences or pages"
-        if problem.functions and (
-            problem.features - {Feature.BLOCK_MASK, Feature.FUNCTIONS} or problem.is_causal
-        ):
-            return "forward_masked takes score and mask functions with block masks alone"
+        if reason := function_trouble(self.name, problem):
+            return reason
         return refusal(self.name, problem) or self._why_not_stored(problem, target)
 
     def _why_not_stored(self, problem: Problem, target: Target) -> str | None:

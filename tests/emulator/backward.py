@@ -76,6 +76,11 @@ class BackwardProgram(Program):
         }
 
 
+def as_array(tensor: torch.Tensor) -> Array:
+    """A captured tensor as an array, of which there is none in bf16."""
+    return (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).cpu().numpy()
+
+
 def emulate_backward(
     kernel: Kernel,
     planned: tuple[Any, ...],
@@ -86,6 +91,8 @@ def emulate_backward(
     at_once: int,
     extra_inputs: tuple[Array, ...] = (),
     numbers: tuple[float, ...] = (),
+    steps: tuple[Array, ...] = (),
+    dtables: Array | None = None,
 ) -> Sums:
     """Runs all programs of a launch.
 
@@ -99,6 +106,8 @@ def emulate_backward(
         at_once: Number of concurrent programs; they start in order of their numbers.
         extra_inputs: Extra inputs as arrays.
         numbers: Scalars after the scale.
+        steps: The workspace of a block mask's steps, if there is one.
+        dtables: Gradients of captured tensors, which the launch adds to.
     """
     module = load_module(kernel)
     planned = (*planned, *(torch.empty(array.shape, device="meta") for array in extra_inputs))
@@ -107,6 +116,7 @@ def emulate_backward(
     descriptors = [
         Descriptor(descriptor, memory[name]) for name, parts in made.items() for descriptor in parts
     ]
+    tables = () if dtables is None else (Pointer(dtables),)
     sums = Sums()
 
     waiting = iter(range(programs))
@@ -115,7 +125,9 @@ def emulate_backward(
         for number in waiting:
             names = BackwardProgram(number, programs, module, sums).names()
             exec(functions_of(kernel, names), names)
-            further = (*[Base(0)] * workspaces, *map(Pointer, extra_inputs))
+            arrays = (Pointer(array.reshape(-1)) for array in extra_inputs)
+            listed = (Pointer(array.reshape(-1)) for array in steps)
+            further = (*[Base(0)] * workspaces, *listed, *tables, *arrays)
             names[kernel.entry](*descriptors, *further, scale, *numbers, *integers)
 
     with small_steps():

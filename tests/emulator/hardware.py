@@ -267,3 +267,9 @@ class Pointer:
     def write(self, value: Tensor, mask: Tensor) -> None:
         written, offset = np.broadcast_arrays(mask.values, self.offset)
         self.memory[offset[written]] = value.values[written]
+
+    def add(self, value: Tensor, mask: Tensor) -> None:
+        """Adds to the numbers at several addresses, of which some may be the same."""
+        added, offset, values = np.broadcast_arrays(mask.values, self.offset, value.values)
+        assert offset.shape == np.shape(self.offset)
+        np.add.at(self.memory, offset[added], values[added])

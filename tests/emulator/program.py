@@ -184,6 +184,7 @@ class Program:
             minimum=of_two(np.minimum),
             maximum=of_two(np.maximum),
             max=lambda value, axis: scalar(of_one(np.max)(value, axis)),
+            min=of_one(np.min),
             sum=of_one(np.sum),
             exp2=of_one(np.exp2),
             exp=of_one(np.exp),
@@ -193,11 +194,13 @@ class Program:
             sqrt=of_one(np.sqrt),
             erf=of_one(lambda value: np.vectorize(math.erf, otypes=[float])(value)[()]),
             zeros_like=of_one(np.zeros_like),
+            join=lambda left, right: Tensor(np.stack((left.values, right.values), -1)),
             abs=of_one(np.abs),
             log2=of_one(np.log2),
             fma=lambda left, right, added: left * right + added,
             load=self.load,
             store=lambda pointer, value, mask=EVERYWHERE: pointer.write(value, mask),
+            atomic_add=self.atomic_add,
             static_range=range,
             inline_asm_elementwise=lambda asm, operands, operand_values, *_: (
                 emulate_rows(asm, operand_values)
@@ -243,6 +246,10 @@ class Program:
         if mask:
             return pointer.read()
         return Tensor(np.full(np.shape(pointer.offset), other)) if np.ndim(pointer.offset) else other
+
+    def atomic_add(self, pointer: Pointer, value: Tensor, sem: str, mask: Tensor = EVERYWHERE) -> None:
+        with self.clock.changed:
+            pointer.add(value, mask)
 
     def init_barrier(self, barrier: Barrier, count: int) -> None:
         barrier.count = barrier.pending = int(plain(count))

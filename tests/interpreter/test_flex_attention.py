@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
 import flashtune
-from flashtune.core.errors import KernelError, ProblemError
+from flashtune.core.errors import ProblemError
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import BlockLists, Dtype, Problem
 from flashtune.core.target import find_target
@@ -43,6 +43,7 @@ def capped(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
 
 
 LIMIT = 1.5
+PAIRS = torch.randn(QUERIES, KEYS)
 SLOPES, TABLE, GATES = torch.rand(HEADS), torch.randn(HEADS, 65), torch.randn(BATCH, QUERIES)
 DOCUMENTS_Q = torch.arange(QUERIES, dtype=torch.int32) // 40
 DOCUMENTS_K = torch.arange(KEYS, dtype=torch.int64) // 56
@@ -65,6 +66,7 @@ CASES = {
     "neighbourhood": Case(
         mask=lambda b, h, q, k: ((q % 15 - k % 15).abs() <= 3) & ((q // 15 - k // 15).abs() <= 3)
     ),
+    "bias of pairs": Case(lambda s, b, h, q, k: s + PAIRS[q, k]),
     "gate": Case(lambda s, b, h, q, k: s * torch.sigmoid(GATES[b, q]) + torch.log(1.0 + torch.exp(s / 8))),
     "temperature": Case(lambda s, b, h, q, k: s / TEMPERATURES[h], lambda b, h, q, k: VISIBLE[h, k], None),
     "hidden by both": Case(
@@ -127,6 +129,26 @@ def test_unfused_results_in_float64(name: str) -> None:
 @pytest.mark.parametrize("size", [64, (128, 64), (256, 128)])
 def test_block_sizes(size: Any) -> None:
     check(None, mask_of(CASES["softcap and window"], size), scale=0.3)
+
+
+@pytest.mark.sampled(every=2)
+@pytest.mark.parametrize("name", ["alibi", "causal by score", "dilated", "checkerboard", "nothing visible"])
+@pytest.mark.parametrize("queries", [1, 16])
+def test_few_queries_are_decoded(queries: int, name: str) -> None:
+    (q, k, v), case = inputs(2), CASES[name]
+    q = q[:, :, :queries].contiguous()
+    # A mask of all heads, since lists of single heads are not those of tiles.
+    heads = None if name == "checkerboard" else 1
+    mask = case.mask and flex.create_block_mask(case.mask, None, heads, queries, KEYS, device="cpu")
+    arguments: dict[str, Any] = {"score_mod": case.score, "block_mask": mask, "enable_gqa": True}
+    selection = flashtune.explain_flex(q, k, v, **arguments).selection
+    assert selection is not None
+    assert selection.record.family == "decode_split_kv"
+    out, lse = flashtune.flex_attention(q, k, v, **arguments, return_lse=True)
+    wide = q.double(), k.double(), v.double()
+    exact, exact_lse = flex.flex_attention(*wide, **arguments, return_lse=True)
+    torch.testing.assert_close(out, exact.float(), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(lse, exact_lse.float(), atol=1e-5, rtol=1e-5)
 
 
 def test_sequences_that_share_their_keys() -> None:
@@ -197,11 +219,9 @@ def test_kernels_pass_the_verification(name: str) -> None:
     assert verdict.passed, verdict
 
 
-def test_functions_have_no_splits_trees_or_batch_invariance(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_functions_have_no_trees_or_batch_invariance(monkeypatch: pytest.MonkeyPatch) -> None:
     problem, target = a_problem("alibi"), find_target("nvidia-h200")
     assert MASKED.supports(problem, target) is None
-    with pytest.raises(KernelError, match=r"not split with .* functions"):
-        render(MASKED, problem, small_config(MASKED, "", (32, 64), num_splits=2), Specialization())
     for feature in ("tree", "batch_invariant"):
         assert MASKED.supports(msgspec.structs.replace(problem, **{feature: True}), target)
     q, k, v = inputs()

@@ -5,8 +5,10 @@ from flashtune.templates.registry import find_family
 from tests.mutants import serving_size as serving
 from tests.mutants import third_tiles
 from tests.mutants.backward_hopper import (
+    backward_hopper_blocks,
     backward_hopper_features,
     backward_hopper_figures,
+    backward_hopper_functions,
     backward_hopper_masks,
     backward_hopper_places,
     backward_hopper_turns,
@@ -151,6 +153,9 @@ def gluon_mutants() -> tuple[Mutant, ...]:
         *backward_hopper_features.caps(),
         *backward_hopper_features.packed(),
         *backward_hopper_features.sinks(),
+        *backward_hopper_blocks.blocks(),
+        *backward_hopper_blocks.listings(),
+        *backward_hopper_functions.functions(),
         *backward_hopper_figures.statistics(),
         *backward_hopper_figures.products(),
         *backward_hopper_figures.dropping(),

@@ -6,7 +6,7 @@ Most races do not show in the emulator, and it does not run inline PTX.
 from collections.abc import Iterable
 
 from tests.mutants import third_tiles
-from tests.mutants.backward_hopper import backward_hopper_features
+from tests.mutants.backward_hopper import backward_hopper_blocks, backward_hopper_features
 from tests.mutants.catalogue import gluon_mutants
 from tests.mutants.core import Mutant
 from tests.mutants.forward_hopper import (
@@ -87,6 +87,7 @@ def emulated_mutants() -> tuple[Mutant, ...]:
         *hopper_blocks.blocks(),
         *hopper_blocks.early(),
         *steady(pages),
+        *backward_hopper_blocks.blocks(),
         *hopper_splits.splits(),
         *hopper_invariance.invariance(),
         *named("backward_hopper", BACKWARD_NAMES),

@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flashtune.core.expressions.evaluation import evaluate
+from flashtune.core.features.functions import captured_values
 from flashtune.core.features.records import ExtraInputs
 from flashtune.core.problem import Bias, Causal, KvScale, Problem
 from flashtune.request.dropout import kept_weights
@@ -143,6 +145,30 @@ def _scaled(problem: Problem, stored: Tensor, index: int, scale: Tensor | None) 
     return values * scale[0 if shared else index].double()[:, None, None]
 
 
+def _by_functions(
+    problem: Problem, number: int, side: ExtraInputs, seen: Tensor, scores: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The visible keys and the scores of one sequence after the functions. Queries of pages are positions."""
+    functions, (heads, queries, keys) = problem.functions, scores.shape
+    first = keys - queries if problem.page_size else 0
+    places = (
+        torch.tensor(number),
+        torch.arange(heads)[:, None, None],
+        first + torch.arange(queries)[:, None],
+        torch.arange(keys),
+    )
+    values = captured_values(functions, side, places, scores)
+    if functions.mask >= 0:
+        shown = evaluate(functions, values, functions.mask)
+        if problem.block_mask:
+            full = side._replace(block_counts=side.full_counts)
+            shown = shown | listed(problem, full, number, heads, queries, keys)
+        seen = seen & shown
+    if functions.score >= 0:
+        scores = evaluate(functions, values, functions.score).expand_as(scores)
+    return seen, scores
+
+
 def _attend(problem: Problem, sequence: Sequence, side: ExtraInputs, scale: float) -> tuple[Tensor, Tensor]:
     heads, queries, _ = sequence.q.shape
     keys = sequence.k.shape[1]
@@ -166,6 +192,8 @@ def _attend(problem: Problem, sequence: Sequence, side: ExtraInputs, scale: floa
             scores = scores + laid.double()
     if problem.block_mask:
         seen = seen & listed(problem, side, sequence.number, heads, queries, keys)
+    if problem.functions:
+        seen, scores = _by_functions(problem, sequence.number, side, seen, scores)
     if side.tree is not None:
         seen = seen.clone()
         # The newest keys, of which the first rows and columns of the mask decide.

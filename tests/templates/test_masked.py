@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from flashtune import testing
-from flashtune.core.expressions.text import parse_functions
 from flashtune.core.kernel import Alignment, Kernel, Specialization
 from flashtune.core.problem import Bias, BlockLists, Causal, Dtype, Feature, KvDtype, KvScale, Problem
 from flashtune.core.target import find_target
@@ -19,6 +18,7 @@ from flashtune.templates.common.model.splits import TILES_PER_SM, count_tiles
 from flashtune.templates.forward_masked.space import MaskedConfig
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
+from tests.problems.function_cases import FUNCTIONS
 
 H100, A100 = find_target("h100"), find_target("a100")
 FAMILY = find_family("forward_masked")
@@ -35,7 +35,7 @@ ASKED: dict[str, dict[str, Any]] = {
     "boolean": {"bias": Bias.BOOLEAN},
     "blocks": {"block_mask": 64},
     "block_groups": {"block_mask": 128, "block_lists": BlockLists.GROUP},
-    "functions": {"functions": parse_functions("key.query.less_equal/0/1:-1:2:"), "causal": Causal.NONE},
+    "functions": {"functions": FUNCTIONS["window"], "causal": Causal.NONE},
     "sinks": {"sinks": True},
     "dropout": {"dropout": True},
     "packed": {"packed": 1024},
@@ -73,7 +73,10 @@ def test_all_features_but_latent_and_deterministic_are_supported() -> None:
         ({"window_left": 1, "dtype": Dtype.E4M3}, "no queries in e4m3"),
         ({"packed": 9, "bias": Bias.BOOLEAN}, "no bias over packed sequences"),
         ({"block_mask": 64, "packed": 9}, "no block mask over packed sequences or pages"),
-        (ASKED["functions"] | {"sinks": True}, "functions with block masks alone"),
+        (
+            ASKED["functions"] | {"sinks": True},
+            "functions with block masks, or with causal masks of pages, alone",
+        ),
         ({"kv_dtype": KvDtype.INT8, "kv_scale": KvScale.PAGE}, "scales of pages for keys in pages alone"),
     ],
 )
@@ -131,6 +134,7 @@ COMPILED: list[tuple[str, dict[str, Any]]] = [
     ("one_page", {"page_size": 256, "dtype": Dtype.FP16}),
     ("int8", {"kv_dtype": KvDtype.INT8, "kv_scale": KvScale.HEAD, "kv_lengths": True}),
     ("int8_pages", {**PAGES, "dtype": Dtype.FP16}),
+    ("functions_of_pages", {"page_size": 16, "packed": 512, "functions": FUNCTIONS["capped window"]}),
     ("e4m3_pages", {"page_size": 64, "kv_dtype": KvDtype.E4M3, "kv_scale": KvScale.PAGE}),
 ]
 
@@ -159,7 +163,9 @@ def test_compiled_sram_on_hopper_matches_the_model(changes: dict[str, Any]) -> N
         ({"batch": 64, "kv_heads": 4}, False),
         ({"bias": Bias.ADDITIVE}, False),
         ({"block_mask": 64}, False),
-        ({"functions": parse_functions("key.query.less_equal/0/1:-1:2:"), "causal": Causal.NONE}, False),
+        ({"functions": FUNCTIONS["alibi"], "causal": Causal.NONE}, True),
+        ({"functions": FUNCTIONS["window"], "packed": 100, "page_size": 16}, True),
+        ({"functions": FUNCTIONS["window"], "causal": Causal.NONE, "block_mask": 64}, False),
     ],
     ids=str,
 )

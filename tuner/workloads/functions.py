@@ -24,7 +24,8 @@ def with_functions(
 ) -> tuple[Problem, ...]:
     """Returns problems with a score function and a mask function, each `module:function` or None.
 
-    A mask function has a block mask. All heads share its lists unless the shape has `block_mask`.
+    A mask function has a block mask, except with pages. All heads share its lists unless the shape has
+    `block_mask`.
 
     Raises:
         UsageError: A function cannot be imported, or a shape has functions already.
@@ -48,7 +49,7 @@ def _with(problem: Problem, functions: Functions) -> Problem:
     if problem.functions:
         raise UsageError("a shape has functions: leave out --score-mod and --mask-mod, or functions=")
     changes: dict[str, Any] = {"functions": functions}
-    if functions.mask >= 0 and not problem.block_mask:
+    if functions.mask >= 0 and not (problem.block_mask or problem.page_size):
         is_grouped = problem.kv_heads < problem.heads
         changes |= {
             "block_mask": BLOCK_SIZE,

@@ -1,6 +1,6 @@
 """Interval arithmetic over functions: their possible values for ranges of places.
 
-It decides whether a mask shows all, some or no keys of a block, and bounds the indices of captured tensors.
+It bounds the indices of captured tensors. Kernels bound mask functions likewise; see `interval_arithmetic`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from flashtune.core.expressions.nodes import INT32, MAX_SHIFT, Functions, Kind, Node, Op, float_of
+from flashtune.core.expressions.nodes import INT32, MAX_SHIFT, Expressions, Kind, Node, Op, float_of
 
 
 class Interval(NamedTuple):
@@ -46,7 +46,7 @@ _INCREASING: Mapping[Op, Callable[[float], float]] = {
 
 
 def intervals(
-    functions: Functions,
+    functions: Expressions,
     places: Mapping[Op, Interval],
     ints: Sequence[int] = (),
     floats: Sequence[float] = (),
@@ -71,19 +71,6 @@ def intervals(
             result = UNKNOWN
         results.append(_bounded(result, functions.kinds[place]))
     return results
-
-
-def block_visibility(
-    functions: Functions,
-    places: Mapping[Op, Interval],
-    ints: Sequence[int] = (),
-    floats: Sequence[float] = (),
-) -> bool | None:
-    """Returns whether the mask shows all keys of a block (True), no key (False), or may show some (None)."""
-    if functions.mask < 0:
-        return True
-    mask = intervals(functions, places, ints, floats)[functions.mask]
-    return bool(mask.least) if mask.is_single else None
 
 
 def _bounded(result: Interval, kind: Kind) -> Interval:

@@ -47,6 +47,7 @@ class ScoreRows(NamedTuple, Generic[Fields, Inputs]):
     # Returns the positions of the queries among the keys, [..., rows, 1].
     positions: Callable[[], Tensor]
     distances: Callable[[], Tensor]  # Returns the distances of queries and keys, [..., rows, keys].
+    sequence: int = 0  # Number of the first sequence, if the rows are those of one sequence of a batch.
 
 
 class Changed(NamedTuple):

@@ -74,8 +74,9 @@ def visible_by_function(
 ) -> Tensor | None:
     """Returns whether a mask function leaves pairs visible, or None without one.
 
-    `batch`, `head` and `query` are numbers that broadcast with [..., rows, keys], in int64. The mask function
-    has no effect in the first blocks of each list of a block mask, `full_counts` of them.
+    `batch`, `head` and `query` are numbers that broadcast with [..., rows, keys], in int64. Queries of paged
+    sequences count from their first key. The mask function has no effect in the first blocks of each list of
+    a block mask, `full_counts` of them.
     """
     import torch
 
@@ -102,6 +103,14 @@ def visible_by_function(
 def has_full_lists(fields: FeatureFields) -> bool:
     """Returns whether lists of a block mask name the blocks in which the mask function has no effect."""
     return fields.block_mask > 0 and fields.functions.mask >= 0
+
+
+def has_positions(fields: FeatureFields) -> bool:
+    """Returns whether the query of a function is its position in the sequence, as the key is.
+
+    Lengths of paged sequences are on the device. Otherwise a query is its index in the call.
+    """
+    return fields.page_size > 0
 
 
 def function_tensors(fields: FeatureFields) -> set[str]:
@@ -159,7 +168,7 @@ def _places(fields: FeatureFields) -> dict[Op, Interval]:
     extents = {
         Op.BATCH: fields.batch,
         Op.HEAD: fields.heads,
-        Op.QUERY: fields.seqlen_q,
+        Op.QUERY: fields.seqlen_kv if has_positions(fields) else fields.seqlen_q,
         Op.KEY: fields.seqlen_kv,
     }
     return {op: Interval(0, max(extent, 1) - 1) for op, extent in extents.items()}
@@ -237,8 +246,10 @@ def values_of(scores: Tensor, rows: Rows) -> Values:
         rows.of_heads(number.expand(max(fields.batch, 1), fields.heads).to(device)).long()
         for number in (made[0][:, None], made[1])
     )
-    diagonal = 0 if fields.causal is Causal.TOP_LEFT else fields.seqlen_kv - fields.seqlen_q
-    query = rows.positions().long() - diagonal
+    batch = batch + rows.sequence
+    query = rows.positions().long()
+    if not has_positions(fields):
+        query = query - (0 if fields.causal is Causal.TOP_LEFT else fields.seqlen_kv - fields.seqlen_q)
     key = torch.arange(scores.shape[-1], device=device)
     return captured_values(fields.functions, rows.inputs, (batch, head, query, key), scores)
 

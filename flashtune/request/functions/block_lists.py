@@ -1,8 +1,8 @@
 """Block masks of torch as lists of blocks for kernels."""
 
-import functools
 import sys
 import weakref
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -10,15 +10,17 @@ from torch import Tensor
 
 from flashtune.core.block_mask import BLOCK_SIZE, BlockMask
 from flashtune.core.errors import ProblemError
-from flashtune.core.expressions.intervals import Interval, block_visibility
 from flashtune.core.expressions.nodes import Functions, Op
 from flashtune.core.features.masks import seen_blocks
+from flashtune.core.features.records import ExtraInputs
 from flashtune.core.problem import MASK_BLOCKS
 from flashtune.request.arguments import read_block_mask
 
-# Classified masks of which lists are kept.
-MAX_CLASSIFIED = 256
 FLEX_MODULE = "torch.nn.attention.flex_attention"
+
+
+# Sequences, heads, queries and keys.
+Extents = tuple[int, int, int, int]
 
 
 class Lists(NamedTuple):
@@ -26,6 +28,19 @@ class Lists(NamedTuple):
 
     mask: BlockMask
     full_counts: Tensor  # Int32, as `mask.counts`.
+
+    @property
+    def inputs(self) -> dict[str, Tensor]:
+        """The lists as extra inputs of a call."""
+        return {
+            "block_counts": self.mask.counts,
+            "block_indices": self.mask.indices,
+            "full_counts": self.full_counts,
+        }
+
+
+# Returns the lists of a mask function for a call with these captured values, or None if it needs none.
+ListBlocks = Callable[[Functions, Extents, ExtraInputs, torch.device], Lists | None]
 
 
 class _Known(NamedTuple):
@@ -87,49 +102,32 @@ def block_lists(mask: Any, seqlen_q: int, seqlen_kv: int, *, full_first: bool) -
     return known.lists
 
 
-@functools.lru_cache(MAX_CLASSIFIED)
-def classified_lists(
-    functions: Functions,
-    extents: tuple[int, int, int, int],
-    ints: tuple[int, ...],
-    floats: tuple[float, ...],
-    device: torch.device,
+def extents_of(q: Tensor, k: Tensor) -> Extents:
+    """Returns the extents of a call."""
+    return q.shape[0], q.shape[1], q.shape[2], k.shape[2]
+
+
+def unwritten_lists(
+    functions: Functions, extents: Extents, captured: ExtraInputs, device: torch.device
 ) -> Lists:
-    """Returns lists of the blocks in which a mask function may show a key, by interval arithmetic.
+    """Returns lists of blocks without values, for a mask function of a call.
 
-    `extents` are the numbers of sequences, heads, queries and keys. All heads share the lists. A region of
-    blocks is divided while the mask function may show some of its keys and hide others.
+    Sequences and heads share lists if the mask function does not depend on them.
     """
-    size = BLOCK_SIZE
-    shape = [-(-extent // size) for extent in extents[2:]]
-    # 2 if a block is visible in full, 1 if in part.
-    seen = torch.zeros(shape, dtype=torch.int32)
-    regions = [(0, shape[0], 0, shape[1])]
-    places = {
-        op: Interval(0, extent - 1) for op, extent in zip((Op.BATCH, Op.HEAD), extents[:2], strict=True)
-    }
-    while regions:
-        top, bottom, left, right = regions.pop()
-        if top == bottom or left == right:
-            continue
-        places[Op.QUERY] = Interval(top * size, min(bottom * size, extents[2]) - 1)
-        places[Op.KEY] = Interval(left * size, min(right * size, extents[3]) - 1)
-        visible = block_visibility(functions, places, ints, floats)
-        if visible is None and (bottom - top, right - left) != (1, 1):
-            row, column = (top + bottom + 1) // 2, (left + right + 1) // 2
-            regions += [
-                (*rows, *columns)
-                for rows in ((top, row), (row, bottom))
-                for columns in ((left, column), (column, right))
-            ]
-        else:
-            seen[top:bottom, left:right] = 1 if visible is None else 2 * visible
-    if extents[3] % size:
-        seen[:, -1].clamp_(max=1)
-    return _ordered(seen[None, None].to(device), size)
+    del captured
+    ops = {functions.nodes[place].op for place in functions.needed(functions.mask)}
+    batch, heads = (
+        extent if op in ops else 1 for op, extent in zip((Op.BATCH, Op.HEAD), extents, strict=False)
+    )
+    queries, keys = (-(-extent // BLOCK_SIZE) for extent in extents[2:])
+    # Later calls outside of inference mode may use them.
+    with torch.inference_mode(False):
+        indices = torch.empty(batch, heads, queries, keys, dtype=torch.int32, device=device)
+        counts, full = (torch.empty(indices.shape[:3], dtype=torch.int32, device=device) for _ in range(2))
+    return Lists(BlockMask(counts, indices, BLOCK_SIZE), full)
 
 
-def _ordered(seen: Tensor, size: int) -> Lists:
+def ordered_lists(seen: Tensor, size: int) -> Lists:
     """Returns lists of blocks, those with 2 first and then those with 1."""
     counts, full = ((seen >= least).sum(-1, dtype=torch.int32) for least in (1, 2))
     indices = seen.argsort(dim=-1, stable=True, descending=True).int()
@@ -149,7 +147,7 @@ def _lists(mask: Any, seqlen_q: int, seqlen_kv: int, full_first: bool) -> Lists:
     if seqlen_kv % size:
         # The last block has keys that do not exist.
         full[..., -1] = False
-    return _ordered(seen.int() + full if full_first else seen.int(), size)
+    return ordered_lists(seen.int() + full if full_first else seen.int(), size)
 
 
 def _blocks(

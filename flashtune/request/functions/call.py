@@ -9,18 +9,21 @@ from torch import Tensor
 
 from flashtune.core.errors import ProblemError
 from flashtune.core.features.functions import integers_of
-from flashtune.core.features.records import TABLES
-from flashtune.request.call import Call, dense_call
+from flashtune.core.features.records import TABLES, ExtraInputs
+from flashtune.request.call import Call, dense_call, paged_call
 from flashtune.request.functions.block_lists import (
+    ListBlocks,
     block_lists,
-    classified_lists,
+    extents_of,
     is_flex_mask,
     mask_function,
 )
 from flashtune.request.functions.tracing import MAX_ELEMENTS, Traced, trace
+from flashtune.request.side_inputs import check_kinds
 from flashtune.request.tensor_checks import require_dense
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 # Sets of captured numbers of which the copies on a device are kept.
 MAX_KEPT = 2**14
 
@@ -34,8 +37,12 @@ def flex_call(
     scale: float | None,
     enable_gqa: bool,
     return_lse: bool,
+    list_blocks: ListBlocks,
 ) -> Call:
-    """Returns the record of a call of `flex_attention`, with the same arguments and errors."""
+    """Returns the record of a call of `flex_attention`, with the same arguments and errors.
+
+    `list_blocks` returns the lists of blocks of a mask function without a block mask.
+    """
     for name, tensor in (("query", q), ("key", k), ("value", v)):
         require_dense(name, tensor)
         if tensor.dim() != 4:
@@ -58,8 +65,10 @@ def flex_call(
     if block_mask is not None:
         lists = block_lists(block_mask, q.shape[2], k.shape[2], full_first=full_first)
     elif functions.mask >= 0 and q.numel() and k.numel():
-        extents = q.shape[0], q.shape[1], q.shape[2], k.shape[2]
-        lists = classified_lists(functions, extents, traced.ints, traced.floats, q.device)
+        captured = ExtraInputs(**inputs)
+        # A kernel reads them.
+        check_kinds(captured, q.device)
+        lists = list_blocks(functions, extents_of(q, k), captured, q.device)
     if lists is not None:
         options["block_mask"] = lists.mask
         if lists.mask.counts.dim() == 3 and lists.mask.counts.shape[1] not in (1, q.shape[1]):
@@ -69,12 +78,40 @@ def flex_call(
         if functions.mask >= 0:
             inputs["full_counts"] = lists.full_counts
     call = dense_call(q, k, v, scale=scale, return_lse=return_lse, **options)
-    if functions:
-        call = call._replace(
-            options=call.options._replace(functions=traced.text),
-            side=call.side._replace(**inputs),
+    return _with_functions(call, traced, inputs) if functions else call
+
+
+def paged_flex_call(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor | None,
+    block_table: Tensor,
+    kv_lengths: Tensor,
+    *,
+    return_lse: bool = False,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
+    **options: Any,
+) -> Call:
+    """Returns the record of a call of `attention_paged`, with its arguments and errors."""
+    call = paged_call(q, k_cache, v_cache, block_table, kv_lengths, return_lse=return_lse, **options)
+    if score_mod is None and mask_mod is None:
+        return call
+    traced = trace(score_mod, mask_mod)
+    if not traced.functions:
+        return call
+    if call.options.causal == "top_left":
+        raise ProblemError(
+            "causal='top_left' does not go with score_mod or mask_mod: pass mask_mod a causal mask, and "
+            "causal=False"
         )
-    return call
+    return _with_functions(call, traced, _captured(traced, q.device))
+
+
+def _with_functions(call: Call, traced: Traced, inputs: dict[str, Any]) -> Call:
+    return call._replace(
+        options=call.options._replace(functions=traced.text), side=call.side._replace(**inputs)
+    )
 
 
 def _captured(traced: Traced, device: torch.device) -> dict[str, Tensor]:

@@ -8,17 +8,20 @@ import types
 import weakref
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from flashtune.core.caches import keep
+from flashtune.core.expressions.nodes import Functions, Op
 from flashtune.core.features.records import TABLES, ExtraInputs
 from flashtune.request.autocast import any_autocast
 from flashtune.request.call import Call, Options
-from flashtune.request.functions.block_lists import is_flex_mask
+from flashtune.request.functions.block_lists import ListBlocks, extents_of, is_flex_mask
 from flashtune.request.functions.call import ScoreMod, flex_call
 from flashtune.request.functions.closures import Places, captured_places
 from flashtune.request.functions.tracing import is_stable
 from flashtune.request.invariance import is_batch_invariant
+from flashtune.request.read_call import known_functions
 
 # Records of calls with one function.
 MAX_CALLS = 64
@@ -39,8 +42,10 @@ class _Warm(NamedTuple):
     # The fields of the block mask, and how often its tensors were written to.
     fields: tuple[Any, ...]
     versions: tuple[int, ...]
-    # Types, sizes and strides of captured tensors, which assignments to `data` change.
+    # Types, devices, sizes and strides of captured tensors, which assignments to `data` change.
     layouts: tuple[object, ...]
+    # The functions, if each call lists blocks anew: the mask function depends on captured tensors.
+    relisted: Functions | None
 
     def is_current(self) -> bool:
         """Returns whether the block mask lives, and the functions capture the same objects."""
@@ -59,6 +64,7 @@ def warm_flex_call(
     scale: float | None,
     enable_gqa: bool,
     return_lse: bool,
+    list_blocks: ListBlocks,
 ) -> Call:
     """Returns the record of `flex_call`, with its arguments and errors, from an earlier call if possible."""
     # Functions outlive a call more often than masks.
@@ -68,13 +74,17 @@ def warm_flex_call(
         key = (q.shape, k.shape, v.shape, q.device, enable_gqa, return_lse)
         warm = None if known is None else known.get(key)
     except (AttributeError, TypeError):
-        return flex_call(q, k, v, score_mod, block_mask, scale, enable_gqa, return_lse)
+        return flex_call(q, k, v, score_mod, block_mask, scale, enable_gqa, return_lse, list_blocks)
     is_usual = type(return_lse) is bool and not any_autocast() and not is_batch_invariant()
     # Keys that a batch shares are expanded.
     is_usual = is_usual and q.shape[:1] == k.shape[:1]
     if warm is not None and is_usual and _is_same(warm, block_mask):
-        return Call(q, k, v, scale, warm.options, warm.side)
-    call = flex_call(q, k, v, score_mod, block_mask, scale, enable_gqa, return_lse)
+        side = warm.side
+        if warm.relisted is not None:
+            lists = list_blocks(warm.relisted, extents_of(q, k), side, q.device)
+            side = side._replace(**lists.inputs)  # type: ignore[union-attr]
+        return Call(q, k, v, scale, warm.options, side)
+    call = flex_call(q, k, v, score_mod, block_mask, scale, enable_gqa, return_lse, list_blocks)
     if is_usual:
         _keep(anchor, key, call, score_mod, block_mask)
     return call
@@ -100,7 +110,9 @@ def _is_same(warm: _Warm, block_mask: Any) -> bool:
 
 def _layouts(side: ExtraInputs) -> tuple[object, ...]:
     tables = (getattr(side, name) for name in TABLES)
-    return tuple((table.dtype, table.shape, table.stride()) for table in tables if table is not None)
+    return tuple(
+        (table.dtype, table.device, table.shape, table.stride()) for table in tables if table is not None
+    )
 
 
 def _keep(
@@ -128,7 +140,16 @@ def _keep(
         return
     versions = tuple(0 if tensor is None else tensor._version for tensor in fields[:TENSOR_FIELDS])
     mask = None if block_mask is None else weakref.ref(block_mask)
-    warm = _Warm(call.options, call.side, mask, places, fields, versions, _layouts(call.side))
+    relisted = None
+    if block_mask is None and call.side.full_counts is not None:
+        if call.q.is_cuda and torch.cuda.is_current_stream_capturing():
+            # The memory of the lists belongs to the graph.
+            return
+        traced = known_functions(str(call.options.functions))
+        ops = {traced.nodes[place].op for place in traced.needed(traced.mask)}
+        relisted = traced if Op.LOAD in ops else None
+    layouts = _layouts(call.side)
+    warm = _Warm(call.options, call.side, mask, places, fields, versions, layouts, relisted)
     known = _warm.setdefault(anchor, {})
     # Records of dead masks, and of other captured objects, keep tensors alive.
     for other in [other for other, record in known.items() if not record.is_current()]:

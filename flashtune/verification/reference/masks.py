@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flashtune.core.features.functions import visible_by_function
+from flashtune.core.features.functions import has_positions, visible_by_function
 from flashtune.core.features.masks import both, seen_blocks, seen_keys, seen_newest
 from flashtune.core.features.records import ExtraInputs
 from flashtune.core.problem import Bias, BlockLists, Causal, Problem
@@ -111,12 +111,15 @@ def unhidden_keys(
         seen = both(seen, _block_keys(problem, side, some).to(device))
     if side.tree is not None:
         seen = both(seen, _newest_keys(problem, lengths, side.tree, some).to(device))
+    query = some.rows[None, :, None].to(device)
+    if has_positions(problem):
+        query = places(problem, lengths, some.batch, some.rows, device)
     shown = visible_by_function(
         problem,
         side,
         some.batch[:, None, None].to(device),
         some.head[:, None, None].to(device),
-        some.rows[None, :, None].to(device),
+        query,
         problem.seqlen_kv,
     )
     if shown is not None:

@@ -7,7 +7,7 @@ import msgspec
 
 from flashtune.core.config import LaunchOptions
 from flashtune.core.kernel import Argument, Specialization, Step
-from flashtune.core.problem import Feature, KvScale, Problem
+from flashtune.core.problem import Causal, Feature, KvScale, Problem
 from flashtune.templates.common.args.arguments import combine_step, forward_arguments, pointer_type
 from flashtune.templates.common.args.problem_context import problem_values
 from flashtune.templates.common.args.side import side_numbers, side_strides, side_tensors
@@ -27,6 +27,21 @@ FEATURES = frozenset(
         *(Feature.QUANTIZED_KV, Feature.DROPOUT),
     }
 )
+
+# Features that functions combine with: those of calls without and with pages.
+WITH_FUNCTIONS = frozenset({Feature.BLOCK_MASK, Feature.FUNCTIONS})
+PAGED_FUNCTIONS = frozenset({Feature.PAGES, Feature.PACKED, Feature.QUANTIZED_KV, Feature.FUNCTIONS})
+
+
+def function_trouble(name: str, problem: Problem) -> str | None:
+    """Returns why the family of this name does not compute the functions of a problem, None if it does."""
+    if not problem.functions:
+        return None
+    allowed = PAGED_FUNCTIONS if problem.page_size else WITH_FUNCTIONS
+    aligned = (Causal.NONE, Causal.BOTTOM_RIGHT) if problem.page_size else (Causal.NONE,)
+    if problem.features <= allowed and problem.causal in aligned and not problem.dtype.is_quantized:
+        return None
+    return f"{name} takes score and mask functions with block masks, or with causal masks of pages, alone"
 
 
 def feature_values(problem: Problem, block_n: int = 0) -> dict[str, Any]:
@@ -64,6 +79,8 @@ def feature_values(problem: Problem, block_n: int = 0) -> dict[str, Any]:
         "has_prefix": problem.prefix and (ends_by_row or starts_by_row),
         # The position of a query among the keys matters.
         "has_positions": ends_by_row or starts_by_row or problem.alibi,
+        # The rows of a tile are of several heads.
+        "head_rows": False,
         # Changed scores are in units of log2, instead of products of queries and keys.
         "is_changed": problem.softcap or problem.alibi or values["is_natural"],
     }

@@ -90,7 +90,14 @@ def place_in(index, size):
 }
 
 
-def function_lines(functions: Expressions, part: str, *, transposed: bool = False) -> str:
+def function_lines(
+    functions: Expressions,
+    part: str,
+    *,
+    transposed: bool = False,
+    by_position: bool = False,
+    head_rows: bool = False,
+) -> str:
     """Returns lines of code of functions.
 
     Args:
@@ -100,8 +107,10 @@ def function_lines(functions: Expressions, part: str, *, transposed: bool = Fals
             make `function_mask`. With derivatives also "slope", which makes `steepness`, the derivative of
             the score, and "sizes" for sizes and strides if `transposed`.
         transposed: Whether tiles are [BLOCK_N, BLOCK_M]. "rows" then has no sizes.
+        by_position: Whether a query is its position in the sequence, in place of its index.
+        head_rows: Whether the rows of a tile are of several heads.
     """
-    writer = Writer(functions, transposed=transposed)
+    writer = Writer(functions, transposed=transposed, by_position=by_position, head_rows=head_rows)
     if part == "helpers":
         return writer.helpers()
     if part == "sizes":
@@ -131,15 +140,30 @@ class Writer:
     # Texts of places as indices of captured tensors, where others than those of `leaves` are.
     existing: Mapping[Op, str] = {}
     types = _TYPES
+    # Forms of values that are places or scores, and of which names begin with each form.
+    forms_of_leaves: Mapping[Op, int] = {Op.QUERY: 1, Op.KEY: 2, Op.SCORE: 3}
+    form_names = _FORMS
+    # The text of a query's position in its sequence. It is negative with fewer keys than queries.
+    position = "tl.minimum(queries, seqlen_q - 1) + seqlen_kv - seqlen_q"
 
-    def __init__(self, functions: Expressions, *, transposed: bool = False) -> None:
+    def __init__(
+        self,
+        functions: Expressions,
+        *,
+        transposed: bool = False,
+        by_position: bool = False,
+        head_rows: bool = False,
+    ) -> None:
         self.functions = functions
+        self.by_position = by_position
+        if by_position:
+            self.leaves = {**self.leaves, Op.QUERY: self.position}
         self.broadcast, self.zeros = (_TRANSPOSED, _TRANSPOSED_ZEROS) if transposed else (_BROADCAST, _ZEROS)
         self.keeps_score = isinstance(functions, Derivatives) and functions.score >= 0
         # For each node, its form.
         self.forms: list[int] = []
         for node in functions.nodes:
-            own = {Op.QUERY: 1, Op.KEY: 2, Op.SCORE: 3}.get(node.op, 0)
+            own = self.forms_of_leaves.get(node.op, int(head_rows and node.op is Op.HEAD))
             for operand in node.operands:
                 own |= self.forms[operand]
             self.forms.append(own)
@@ -202,7 +226,7 @@ class Writer:
             case Op.FLOAT:
                 number = float_of(node.value)
                 return f"({number!r})" if math.isfinite(number) else f'float("{number!r}")'
-        return f"{_FORMS[self.forms[place]]}_{place}"
+        return f"{self.form_names[self.forms[place]]}_{place}"
 
     def operand(self, place: int, form: int) -> str:
         """Returns a node's value as an operand of a value of some form."""
@@ -265,7 +289,10 @@ class Writer:
 
     def _is_place(self, index: int) -> bool:
         """Returns whether an index is a place itself, which the call checks against the tensor's size."""
-        return self.functions.nodes[index].op in LEAVES - _CONSTANTS - {Op.INT_NUMBER}
+        op = self.functions.nodes[index].op
+        if self.by_position and op in (Op.QUERY, Op.KEY):
+            return False
+        return op in LEAVES - _CONSTANTS - {Op.INT_NUMBER}
 
     def _indices(self) -> list[tuple[int, int, int]]:
         """Returns the table, the dimension and the node of each index."""

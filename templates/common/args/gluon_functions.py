@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from flashtune.core.expressions.intervals import Interval, intervals
-from flashtune.core.expressions.nodes import INT32, Functions, Kind, Op
+from flashtune.core.expressions.nodes import INT32, Expressions, Functions, Kind, Op
 from flashtune.core.features.records import TABLES
 from flashtune.templates.common.args.function_lines import HELPERS, Writer
 
@@ -25,7 +25,7 @@ _LEAVES: Mapping[Op, str] = {
 }
 # Indices of captured tensors that are places. Rows and columns beyond the last one are not read.
 _EXISTING: Mapping[Op, str] = {
-    Op.QUERY: "gl.minimum({0}, this.seqlen_q - 1)",
+    Op.QUERY: "gl.minimum({0}, seqlen_q - 1)",
     Op.KEY: "gl.minimum({0}, seqlen_kv - 1)",
 }
 _HELPERS: Mapping[Op, str] = {
@@ -47,8 +47,8 @@ def logistic(x):
     },
 }
 # The coordinates of descriptors are below this one.
-_ANY_PLACE = Interval(0, 2**30)
-_LARGEST = 2.0**127
+ANY_PLACE = Interval(0, 2**30)
+LARGEST_FLOAT = 2.0**127
 _LOG2_E = "1.4426950408889634"
 _TANH = "-2.8853900817779268"
 
@@ -77,7 +77,9 @@ class _Sum(NamedTuple):
     is_bounded: bool = False
 
 
-def gluon_function_lines(functions: Functions, part: str) -> str:
+def gluon_function_lines(
+    functions: Functions, part: str, by_position: bool = False, packed: bool = False
+) -> str:
     """Returns lines of code of functions.
 
     Args:
@@ -87,8 +89,10 @@ def gluon_function_lines(functions: Functions, part: str) -> str:
             `hide_by_function`, and "row" for the term of scores that depends on rows alone, or nothing.
             "natural" is nothing if changed scores are in units of log2. Others are in natural units, because
             captured values may be so large that products with LOG2_E are infinite.
+        by_position: Whether a query is its position in the sequence, in place of its index.
+        packed: Whether queries are packed.
     """
-    writer = _GluonWriter(functions)
+    writer = GluonWriter(functions, by_position=by_position, packed=packed)
     return writer.parts[part]
 
 
@@ -105,7 +109,7 @@ def _bare(text: str) -> str:
     return text[1:-1] if text.startswith("(") else text
 
 
-class _Block:
+class Block:
     """The lines of one function for a block of keys."""
 
     def __init__(self) -> None:
@@ -117,14 +121,33 @@ class _Block:
         self.inputs: dict[str, None] = {}
 
 
-class _GluonWriter(Writer):
-    language, leaves, existing, types = "gl", _LEAVES, _EXISTING, _TYPES
+class GluonWriter(Writer):
+    """Writes functions for blocks of keys. Of a subclass, blocks are of queries, and a program holds keys."""
 
-    def __init__(self, functions: Functions) -> None:
-        super().__init__(functions)
-        self.bounds = intervals(functions, dict.fromkeys((Op.BATCH, Op.HEAD, Op.QUERY, Op.KEY), _ANY_PLACE))
+    language, leaves, existing, types = "gl", _LEAVES, _EXISTING, _TYPES
+    # The place of blocks, the arguments of their functions before those of a tile, and names of their values.
+    walked = Op.KEY
+    arguments: tuple[str, ...] = ("n_block", "n_offsets", "seqlen_kv", "origin")
+    prefixes = ("", "", "key", "pair")
+    # Distances from `origin` of the columns that a thread computes, which differ by constants.
+    distances = (
+        "steps = (n_offsets & -7).to(gl.float32)",
+        "start = (n_block * BLOCK_N - origin + (n_offsets & 6)).to(gl.float32)",
+    )
+
+    position = "positions + this.seqlen_kv - this.seqlen_q"
+
+    def __init__(self, functions: Expressions, *, by_position: bool = False, packed: bool = False) -> None:
+        super().__init__(functions, by_position=by_position)
+        if packed:
+            self.leaves = {**self.leaves, Op.HEAD: "this.head"}
+        places = dict.fromkeys((Op.BATCH, Op.HEAD, Op.QUERY, Op.KEY), ANY_PLACE)
+        if by_position:
+            # Sequences may have fewer keys than queries.
+            places[Op.QUERY] = Interval(-ANY_PLACE.greatest, ANY_PLACE.greatest)
+        self.bounds = intervals(functions, places)
         self.parts = dict.fromkeys(("functions", "constants", "rows", "score", "mask", "row", "natural"), "")
-        if not functions:
+        if functions.score < 0 and functions.mask < 0:
             return
         self.tile: list[str] = []
         constants = self.sizes()
@@ -137,13 +160,16 @@ class _GluonWriter(Writer):
                     self.tile += own
         definitions = [self.helpers(_HELPERS)]
         if functions.score >= 0:
-            block = _Block()
+            block = Block()
             definitions.append(self._score_function(block))
             self.parts["score"] = ", ".join(block.inputs)
         if functions.mask >= 0:
-            block = _Block()
+            block = Block()
             definitions.append(self._mask_function(block))
             self.parts["mask"] = ", ".join(block.inputs)
+        definitions += self._further_functions()
+        if self.walked is Op.KEY and any("seqlen_q - 1" in text for text in (*self.tile, *definitions)):
+            self.tile.insert(0, "seqlen_q = this.seqlen_q")
         self.parts["functions"] = "\n\n".join(text.strip("\n") + "\n" for text in definitions if text)
         self.parts["constants"] = "\n".join(constants)
         self.parts["rows"] = "\n".join(self.tile)
@@ -197,7 +223,11 @@ class _GluonWriter(Writer):
 
     # ---- blocks
 
-    def _score_function(self, block: _Block) -> str:
+    def _further_functions(self) -> list[str]:
+        """Returns definitions of functions other than those of all kernels."""
+        return []
+
+    def _score_function(self, block: Block) -> str:
         functions = self.functions
         changed = self._sum(block, functions.score)
         if changed.row is not None and changed.pair:
@@ -208,26 +238,35 @@ class _GluonWriter(Writer):
             changed = self._scaled(block, changed, _Row(_LOG2_E), is_exact=True)
         else:
             self.parts["natural"] = "True"
-        text = _bare(self._text_of(block, changed, 3))
-        if self.forms[functions.score] < 3 or not self._depends_on_score(functions.score):
-            text = f"{text} + gl.zeros_like(s)"
+        lines = [f"s = {self._of_pairs(block, changed)}", "return s"]
         return self._definition(
-            "change_scores", block, f"s = {text}", "Returns scores after the score function."
+            "change_scores", block, "s", lines, "Returns scores after the score function."
         )
 
-    def _depends_on_score(self, place: int) -> bool:
+    def _of_pairs(self, block: Block, changed: _Sum) -> str:
+        """Returns the text of changed scores, which have the shape of a tile."""
+        text = _bare(self._text_of(block, changed, 3))
+        score = self.functions.score
+        if self.forms[score] < 3 or not self.depends_on_score(score):
+            text = f"{text} + gl.zeros_like(s)"
+        return text
+
+    def depends_on_score(self, place: int) -> bool:
+        """Returns whether a value depends on the score."""
         return any(self.functions.nodes[needed].op is Op.SCORE for needed in self.functions.needed(place))
 
-    def _mask_function(self, block: _Block) -> str:
+    def _mask_function(self, block: Block) -> str:
         visible = self._operand(block, self.functions.mask, 3)
-        last = f's = gl.where({visible}, s, float("-inf"))'
-        return self._definition(
-            "hide_by_function", block, last, "Masks the scores of keys that the mask function hides."
-        )
+        lines = [f's = gl.where({visible}, s, float("-inf"))', "return s"]
+        explanation = "Masks the scores of keys that the mask function hides."
+        return self._definition("hide_by_function", block, "s", lines, explanation)
 
-    def _definition(self, name: str, block: _Block, last: str, explanation: str) -> str:
-        lines = [*block.lines, last, "return s"]
-        inputs = ", ".join(("s", "n_block", "n_offsets", "seqlen_kv", "origin", *block.inputs))
+    def _definition(self, name: str, block: Block, tile: str, last: list[str], explanation: str) -> str:
+        """Returns the definition of a function of a tile of this name, with these last lines."""
+        lines = [*block.lines, *last]
+        if "seqlen_q" not in self.arguments and any("seqlen_q - 1" in line for line in lines):
+            block.inputs["seqlen_q"] = None
+        inputs = ", ".join((tile, *self.arguments, *block.inputs))
         header = f"@gluon.jit\ndef {name}({inputs}):"
         if len(inputs) > 80:
             header = f"@gluon.jit\ndef {name}(\n    {textwrap.fill(inputs, 100)},\n):".replace(
@@ -237,11 +276,11 @@ class _GluonWriter(Writer):
         body = "\n".join(f"    {line}" for line in (f'"""{explanation}"""', *lines))
         return f"{header}\n{body}\n"
 
-    def _line(self, block: _Block, name: str, text: str) -> str:
+    def _line(self, block: Block, name: str, text: str) -> str:
         block.lines.append(f"{name} = {_bare(text)}")
         return name
 
-    def _input(self, block: _Block, row: _Row) -> _Row:
+    def _input(self, block: Block, row: _Row) -> _Row:
         if row.text.isidentifier() and row.text not in ("True", "False"):
             block.inputs[row.text] = None
         return row
@@ -253,17 +292,17 @@ class _GluonWriter(Writer):
     def _is_constant(self, place: int) -> bool:
         return self.functions.nodes[place].op in (Op.BOOL, Op.INT, Op.FLOAT)
 
-    def _sum(self, block: _Block, place: int) -> _Sum:
+    def _sum(self, block: Block, place: int) -> _Sum:
         """Returns a float as a sum."""
         return self._parts(block, place) or _Sum(self._operand(block, place, 3))
 
-    def _parts(self, block: _Block, place: int) -> _Sum | None:
+    def _parts(self, block: Block, place: int) -> _Sum | None:
         """Returns the sum that an operation makes of its operands, or None."""
         if place not in block.sums:
             block.sums[place] = self._new_parts(block, place)
         return block.sums[place]
 
-    def _new_parts(self, block: _Block, place: int) -> _Sum | None:
+    def _new_parts(self, block: Block, place: int) -> _Sum | None:
         if self.forms[place] < 2:
             return _Sum(row=self._row(place))
         node = self.functions.nodes[place]
@@ -289,7 +328,7 @@ class _GluonWriter(Writer):
                 return _Sum(own, _Row("2.0"), None, _Row("-1.0"), is_exact=True, is_bounded=True)
         return None
 
-    def _is_distance(self, block: _Block, place: int) -> bool:
+    def _is_distance(self, block: Block, place: int) -> bool:
         """Returns whether a value of keys is a distance, or a sum or product of some and of other numbers."""
         node = self.functions.nodes[place]
         if node.op is Op.TO_FLOAT:
@@ -303,7 +342,7 @@ class _GluonWriter(Writer):
             own is not None and not own.pair and (own.is_exact or not is_scaled) for own in sums
         )
 
-    def _converted(self, block: _Block, place: int) -> _Sum | None:
+    def _converted(self, block: Block, place: int) -> _Sum | None:
         """Returns the float of an int, if it is a distance of a query and a key."""
         node = self.functions.nodes[place]
         if node.op is not Op.ABS:
@@ -311,7 +350,7 @@ class _GluonWriter(Writer):
         distance = self._affine(node.operands[0]) if self.forms[place] == 3 else None
         return distance and _Sum(f"gl.abs{self._text_of(block, distance, 3)}", is_bounded=True)
 
-    def _multiplied(self, block: _Block, place: int) -> _Sum | None:
+    def _multiplied(self, block: Block, place: int) -> _Sum | None:
         """Returns a product with, or a quotient by, a number that does not depend on keys."""
         node = self.functions.nodes[place]
         first, other = node.operands
@@ -342,7 +381,7 @@ class _GluonWriter(Writer):
         node = self.functions.nodes[place]
         if self.forms[place] < 2:
             return 0, [(1, place)]
-        if node.op is Op.KEY:
+        if node.op is self.walked:
             return 1, []
         if node.op not in (Op.ADD, Op.SUBTRACT, Op.NEGATE):
             return None
@@ -356,7 +395,7 @@ class _GluonWriter(Writer):
             terms += [(sign * own, term) for own, term in found[1]]
         return keys, terms
 
-    def _scaled(self, block: _Block, value: _Sum, by: _Row, *, is_exact: bool = False) -> _Sum:
+    def _scaled(self, block: Block, value: _Sum, by: _Row, *, is_exact: bool = False) -> _Sum:
         """Returns a sum times a number that does not depend on keys."""
         parts = sum(bool(part) for part in (value.pair, value.slope, value.row))
         if parts > 1 and not (value.is_exact or is_exact):
@@ -373,7 +412,7 @@ class _GluonWriter(Writer):
         numbers = [self._number(text) for text in (part.text, by.text)]
         product = None if None in numbers else numbers[0] * numbers[1]  # type: ignore[operator]
         # Larger ones are computed in the kernel, where they are infinite.
-        if product is not None and abs(product) <= _LARGEST:
+        if product is not None and abs(product) <= LARGEST_FLOAT:
             return _Row(repr(product))
         if numbers[0] == 1.0:
             return by
@@ -388,7 +427,7 @@ class _GluonWriter(Writer):
         except ValueError:
             return None
 
-    def _added(self, block: _Block, first: _Sum, other: _Sum) -> _Sum:
+    def _added(self, block: Block, first: _Sum, other: _Sum) -> _Sum:
         """Returns the sum of two sums."""
         pair, factor = first.pair or other.pair, first.factor if first.pair else other.factor
         if first.pair and other.pair:
@@ -403,7 +442,7 @@ class _GluonWriter(Writer):
             all(own.is_bounded or not own.pair for own in (first, other)),
         )
 
-    def _text_of(self, block: _Block, value: _Sum, form: int) -> str:
+    def _text_of(self, block: Block, value: _Sum, form: int) -> str:
         """Returns the text of a sum, [GROUP_M, BLOCK_N], or [BLOCK_N] with form 2."""
 
         def wide(row: _Row) -> str:
@@ -415,11 +454,7 @@ class _GluonWriter(Writer):
         text = ""
         if value.slope is not None:
             if not block.measures_distance:
-                # Columns of a thread differ by constants.
-                block.lines += [
-                    "steps = (n_offsets & -7).to(gl.float32)",
-                    "start = (n_block * BLOCK_N - origin + (n_offsets & 6)).to(gl.float32)",
-                ]
+                block.lines += self.distances
                 block.measures_distance = True
             added, slope = "[None, :]" * (form == 3), wide(value.slope)
             text = f"gl.fma(steps{added}, {slope}, {slope} * start{added})"
@@ -437,7 +472,7 @@ class _GluonWriter(Writer):
             text = f"{text} + {wide(value.row)}" if text else wide(value.row)
         return f"({text})"
 
-    def _operand(self, block: _Block, place: int, form: int) -> str:
+    def _operand(self, block: Block, place: int, form: int) -> str:
         """Returns a value as an operand of a value of some form."""
         own = self.forms[place]
         if own < 2:
@@ -447,13 +482,13 @@ class _GluonWriter(Writer):
         if place not in block.names:
             parts = self._parts(block, place) if self.functions.kinds[place] is Kind.FLOAT else None
             text = self._computed(block, place) if parts is None else self._text_of(block, parts, own)
-            block.names[place] = self._line(block, f"{('', '', 'key', 'pair')[own]}_{place}", text)
+            block.names[place] = self._line(block, f"{self.prefixes[own]}_{place}", text)
         return block.names[place] + "[None, :]" * (own == 2 and form == 3)
 
-    def _computed(self, block: _Block, place: int) -> str:
+    def _computed(self, block: Block, place: int) -> str:
         node, form = self.functions.nodes[place], self.forms[place]
-        if node.op is Op.KEY:
-            return self.leaves[Op.KEY]
+        if node.op is self.walked:
+            return self.leaves[node.op]
         operands = [self._operand(block, operand, form) for operand in node.operands]
         if node.op is Op.LOAD:
             for name in (TABLES[node.value], *self._shape_names(node.value)):

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from flashtune.core.features.functions import has_full_lists
+from flashtune.core.features.functions import has_full_lists, has_positions
 from flashtune.core.problem import Bias, BlockLists, Causal, Dtype, Problem
 
 # Longer windows and chunks hide nothing, and the sum of two of these fits 32 bits.
@@ -47,6 +47,8 @@ def problem_values(problem: Problem, **changes: int) -> dict[str, Any]:
         "has_functions": bool(problem.functions),
         "has_score_function": problem.functions.score >= 0,
         "has_mask_function": problem.functions.mask >= 0,
+        # The query of a function is its position in the sequence, in place of its index.
+        "by_position": has_positions(problem),
         # Lists of the block mask begin with blocks in which the mask function has no effect.
         "has_full_lists": has_full_lists(problem),
         # Scores are in natural units, where sums are rounded as in unfused attention.

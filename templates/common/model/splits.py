@@ -13,7 +13,7 @@ from flashtune.templates.common.model.sram import power_of_two
 from flashtune.templates.common.model.traffic import unpacked
 
 # Features with which keys are not split.
-UNSPLIT = {Feature.DROPOUT, Feature.BIAS, Feature.BLOCK_MASK, Feature.FUNCTIONS}
+UNSPLIT = {Feature.DROPOUT, Feature.BIAS, Feature.BLOCK_MASK}
 # Numbers of splits, in addition to those that give every SM one or two tiles, and the most of them.
 SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 MAX_SPLITS = 256
@@ -80,7 +80,7 @@ def split_values(problem: Problem, num_splits: int) -> dict[str, object]:
     """
     if num_splits > 1 and not can_split(problem):
         raise KernelError(
-            "keys are not split with dropout, a bias, masks, functions or 8-bit queries: set num_splits to 1"
+            "keys are not split with dropout, a bias, masks or 8-bit queries: set num_splits to 1"
         )
     combined = combined_columns(problem, num_splits)
     return {

@@ -13,7 +13,7 @@ from flashtune.core.errors import ProblemError
 from flashtune.core.expressions.builder import Builder
 from flashtune.core.expressions.derivative import derivatives
 from flashtune.core.expressions.evaluation import Values, error_terms, evaluate
-from flashtune.core.expressions.intervals import Interval, block_visibility, intervals
+from flashtune.core.expressions.intervals import Interval, intervals
 from flashtune.core.expressions.nodes import (
     MAX_DEPTH,
     MAX_NODES,
@@ -73,20 +73,6 @@ def test_random_functions(seed: int) -> None:
     for place, bound in enumerate(bounds):
         exact = evaluate(functions, near, place).double()
         assert ((exact >= bound.least - 1e-6) & (exact <= bound.greatest + 1e-6) | exact.isnan()).all()
-
-
-def causal(builder: Builder) -> int:
-    return builder.make(Op.LESS_EQUAL, builder.make(Op.KEY), builder.make(Op.QUERY))
-
-
-def test_classification_of_blocks() -> None:
-    builder = Builder()
-    functions, _ = builder.finish(-1, causal(builder))
-    others = {Op.BATCH: Interval(0, 0), Op.HEAD: Interval(0, 0)}
-    for first, last, expected in ((0, 63, True), (64, 127, None), (128, 191, False)):
-        places = {**others, Op.QUERY: Interval(64, 127), Op.KEY: Interval(first, last)}
-        assert block_visibility(functions, places) is expected
-    assert block_visibility(Functions(), others) is True
 
 
 @pytest.mark.parametrize("op", [Op.SHIFT_LEFT, Op.SHIFT_RIGHT])

@@ -1,4 +1,4 @@
-"""GPU tests of score and mask functions in `forward_hopper`."""
+"""GPU tests of score and mask functions in `forward_hopper` and `backward_hopper`."""
 
 from typing import Any
 
@@ -7,10 +7,14 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import flashtune
+from flashtune.core.expressions.derivative import derivatives
+from flashtune.core.expressions.nodes import Kind
 from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Dtype, Problem
 from flashtune.core.target import device_target
 from flashtune.request.functions.tracing import trace
+from flashtune.templates.common.args.gluon_table_gradients import can_add_elements
+from flashtune.templates.registry import find_family
 from flashtune.verification.cases import Level
 from flashtune.verification.check import check_kernel
 from tests.gpu.marks import ON_HOPPER
@@ -22,16 +26,19 @@ from tests.support.fuzzing import fuzz_count
 pytestmark = [pytest.mark.gpu, ON_HOPPER]
 
 HEADS = 4
+BACKWARD = find_family("backward_hopper")
 
 
-def verdict_of(functions: Any, head_dim: int, block_mask: int) -> Any:
+def verdict_of(functions: Any, head_dim: int, block_mask: int, family: Any = FAMILY, **changes: Any) -> Any:
     problem = Problem(
-        dtype=Dtype.BF16, head_dim=head_dim, value_head_dim=head_dim, heads=HEADS, kv_heads=2, batch=2,
-        seqlen_q=1000, seqlen_kv=1300, functions=functions, block_mask=block_mask,
+        head_dim=head_dim, value_head_dim=head_dim, heads=HEADS, kv_heads=2, batch=2, seqlen_q=1000,
+        seqlen_kv=1300, functions=functions, block_mask=block_mask, direction=family.direction,
+        **{"dtype": Dtype.BF16, **changes},
     )  # fmt: skip
     target, device = device_target(), torch.device("cuda", 0)
-    config = FAMILY.default(problem, target)
-    return check_kernel(FAMILY, problem, config, Specialization(lse=True), target, device, Level.QUICK)
+    assert family.supports(problem, target) is None
+    config = family.default(problem, target)
+    return check_kernel(family, problem, config, Specialization(lse=True), target, device, Level.QUICK)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -47,6 +54,44 @@ def test_kernels_pass_the_verification(name: str, head_dim: int) -> None:
 def test_random_functions_pass_the_verification(seed: int) -> None:
     functions, _, _ = random_functions(seed)
     verdict = verdict_of(functions, 64, 0)
+    assert verdict.passed, verdict
+
+
+@pytest.mark.parametrize("dtype", [Dtype.BF16, Dtype.FP16])
+@pytest.mark.parametrize("head_dim", [64, 72, 128])
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_pass_the_verification(name: str, head_dim: int, dtype: Dtype) -> None:
+    functions = trace(CASES[name].score, CASES[name].mask).functions
+    verdict = verdict_of(functions, head_dim, 0, BACKWARD, dtype=dtype)
+    assert verdict.passed, verdict
+
+
+TRAINED = ("alibi", "relative bias", "relative bias from the end", "gate", "temperature", "nested", "rows")
+
+
+@pytest.mark.parametrize("dtype", [Dtype.BF16, Dtype.FP16])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", TRAINED)
+def test_gradients_of_captured_tensors_pass_the_verification(name: str, head_dim: int, dtype: Dtype) -> None:
+    functions = trace(CASES[name].score, CASES[name].mask).functions
+    trained = [place for place, table in enumerate(functions.tables) if table.dtype.kind is Kind.FLOAT]
+    verdict = verdict_of(functions.with_gradients(trained), head_dim, 0, BACKWARD, dtype=dtype)
+    assert verdict.passed, verdict
+
+
+@pytest.mark.parametrize("name", ["softcap and window", "temperature", "causal", "alibi"])
+def test_deterministic_gradients_pass_the_verification(name: str) -> None:
+    functions = trace(CASES[name].score, CASES[name].mask).functions
+    verdict = verdict_of(functions, 128, 0, BACKWARD, deterministic=True)
+    assert verdict.passed, verdict
+
+
+@pytest.mark.parametrize("seed", range(fuzz_count(20, 500)))
+def test_gradients_of_random_functions_pass_the_verification(seed: int) -> None:
+    functions, _, _ = random_functions(seed)
+    trained = functions.with_gradients(range(len(functions.tables)))
+    functions = trained if can_add_elements(derivatives(trained)) else functions
+    verdict = verdict_of(functions, 128 if seed % 2 else 64, 0, BACKWARD)
     assert verdict.passed, verdict
 
 

@@ -162,13 +162,16 @@ def place_of(row: int, column: int) -> int:
 
 
 @WIDTHS
-def test_dq_sums_have_register_layout(widths: tuple[int, int]) -> None:
-    problem = of_widths(widths)
+@pytest.mark.parametrize("block_mask", [0, 64])
+def test_dq_sums_have_register_layout(widths: tuple[int, int], block_mask: int) -> None:
+    problem = dense(head_dim=widths[0], value_head_dim=widths[1], block_mask=block_mask)
     module, tensors = load_module(kernel_of(problem)), tensors_of(problem)
     dq = tensors[5].fill_(math.nan)
-    _, (_, shape), _ = module.launch_plan(*tensors)
+    lists = (torch.zeros(2, 3, 3).int(), torch.zeros(2, 3, 3, 2).int()) if block_mask else ()
+    planned = (*tensors, *lists)
+    shape = module.launch_plan(*planned)[1][1]
     width = next(width for width in (64, 128, 256) if problem.head_dim <= width)
-    block_m = 128 if width == 64 else 64
+    block_m = 128 if width == 64 and not block_mask else 64
     half_columns = max(64, width // 2)
     right = torch.randn(6, shape[1] * block_m, width)
     sums = torch.full(shape, math.nan)
@@ -176,12 +179,12 @@ def test_dq_sums_have_register_layout(widths: tuple[int, int]) -> None:
     for head in range(6):
         for tile in range(shape[1]):
             block = right[head, tile * block_m : (tile + 1) * block_m]
-            for half in range(2):
+            for half in range(block_m * width // (64 * half_columns)):
                 # Narrow tiles are made transposed, in halves of queries; wide ones in halves of columns.
                 own = slice(half_columns * half, half_columns * (half + 1))
                 part = block[own].T if width == 64 else block[:, own]
                 sums[head, tile, 64 * half_columns * half + places] = part
-    grid, integers = module.epilogue_plan(*tensors)
+    grid, integers = module.epilogue_plan(*planned)
     module.finish[grid](sums, dq, SCALE, *integers)
     expected = (right.reshape(2, 3, -1, width)[:, :, :QUERIES, : problem.head_dim] * SCALE).half()
     torch.testing.assert_close(dq, expected)

@@ -11,6 +11,7 @@ from flashtune.core.problem import Bias, Causal, KvDtype, KvScale
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from tests.interpreter.families.kernel_calls import a_problem, check, make_call, run, small_config, standalone
+from tests.problems.function_cases import FUNCTIONS
 
 MASKED = find_family("forward_masked")
 SCALED = {"kv_dtype": KvDtype.E4M3, "kv_scale": KvScale.PAGE}
@@ -28,6 +29,7 @@ FEATURES: list[dict[str, Any]] = [
     {"page_size": 64, "window_left": 30, "sink_tokens": 20},
     {"packed": 75, "page_size": 16, **SCALED},
 ]
+DENSE_FUNCTIONS = "relative bias", "window by scores", "sequences"
 
 
 @pytest.mark.sampled(every=6)
@@ -43,6 +45,15 @@ def test_features(splits: int, split_masked_loop: bool, causal: Causal, features
     for queries, keys in lengths:
         problem = a_problem(seqlen_q=queries, seqlen_kv=keys, **features, causal=causal)
         check(MASKED, problem, make_call(problem), small_config(MASKED, f"{splits}", (16, 16), **fields))
+
+
+@pytest.mark.parametrize("name", DENSE_FUNCTIONS)
+def test_functions_of_dense_calls(name: str) -> None:
+    torch.manual_seed(0)
+    shape = {"heads": 4, "kv_heads": 2, "seqlen_q": 35, "seqlen_kv": 151, "functions": FUNCTIONS[name]}
+    problem = a_problem(**shape)
+    for splits in (2, 5):
+        check(MASKED, problem, make_call(problem), small_config(MASKED, name, (16, 16), num_splits=splits))
 
 
 @pytest.mark.parametrize("causal", [Causal.NONE, Causal.BOTTOM_RIGHT])

@@ -1,4 +1,4 @@
-"""Mutants of score and mask functions in the masked family."""
+"""Mutants of score and mask functions in the portable families."""
 
 from collections.abc import Callable
 from typing import Any
@@ -43,7 +43,8 @@ def bits(b: Any, h: Any, q: Any, k: Any) -> Any:
 
 def functions(size: Size) -> tuple[Mutant, ...]:
     """Returns all mutants of functions."""
-    return (*relative_biases(size), *caps(size), *sums(size), *windows(size), *of_bits(size))
+    masked = *relative_biases(size), *caps(size), *sums(size), *windows(size), *of_bits(size)
+    return (*masked, *positions(size), *decoded(size))
 
 
 def subject(
@@ -167,3 +168,54 @@ def of_bits(size: Size) -> tuple[Mutant, ...]:
     )  # fmt: skip
     features = {"block_lists": BlockLists.GROUP}
     return mutants_of(subject(size, None, bits, **features), rows_of, prefix="bits: ")
+
+
+def sliding(b: Any, h: Any, q: Any, k: Any) -> Any:
+    return (q - k < 20) & (q >= k)
+
+
+def scaled(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    return s * (GATES[b, q] + 1.0) + (h % 2)
+
+
+def positions(size: Size) -> tuple[Mutant, ...]:
+    """Mutants of the positions of queries in pages."""
+    position = "tl.minimum(queries, seqlen_q - 1) + seqlen_kv - seqlen_q"
+    traced = trace(scaled, sliding).functions
+    own = size.masked(causal=Causal.NONE, functions=traced, page_size=size.page, seqlen_q=size.seqlen // 4)
+    rows_of = (
+        ("queries by their index", position, "tl.minimum(queries, seqlen_q - 1)"),
+        ("queries one position late", position, f"{position} + 1"),
+        ("queries that end before the last key", position, f"{position} - 1"),
+        ("sequences as the first one", "scalar_6 = sequence", "scalar_6 = sequence * 0"),
+    )
+    return mutants_of(own, rows_of, prefix="positions: ")
+
+
+def decoded(size: Size) -> tuple[Mutant, ...]:
+    """Mutants of functions in the decoding family: of rows, of parts and of listed blocks."""
+    paged = size.decoding(causal=Causal.NONE, functions=trace(scaled, sliding).functions, page_size=size.page)
+    of_pages = (
+        ("head of the group", "row_0 = head", "row_0 = kv_head * group_size"),
+        ("queries by their index", " + seqlen_kv - seqlen_q", ""),
+        (
+            "maxima of parts in other units",
+            "tl.exp2((part_lse - shift) * LOG2_E)",
+            "tl.exp2(part_lse - shift)",
+        ),
+        ("parts without their sums", "weights *= tl.load", "weights *= 1.0 + 0.0 * tl.load"),
+        ("function without effect", "visible &= function_mask", "visible &= function_mask | True"),
+    )
+    lengths = {"seqlen_kv": 4 * size.seqlen + 90, "block_mask": 64, "block_lists": BlockLists.GROUP}
+    listed = size.decoding(causal=Causal.NONE, functions=trace(None, bits).functions, **lengths)
+    of_lists = (
+        ("list of the first head", "list_head = kv_head", "list_head = 0"),
+        ("keys in their order in the list", "keys = block_start + key_offsets", "keys = start + key_offsets"),
+        ("first block of the list for all", "block = next_block", "block = block"),
+        ("mask with effect in full blocks", IN_FULL, ""),
+        ("mask without effect in a further block", IN_FULL, IN_FULL.replace("full)", "full + MASK_BLOCK)")),
+    )
+    return (
+        *mutants_of(paged, of_pages, prefix="functions of pages: "),
+        *mutants_of(listed, of_lists, prefix="functions of lists: "),
+    )

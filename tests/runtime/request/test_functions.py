@@ -18,7 +18,7 @@ import flashtune
 from flashtune.core.errors import ProblemError
 from flashtune.core.expressions.nodes import MAX_TABLES, Functions
 from flashtune.request.functions import tracing
-from flashtune.request.functions.block_lists import block_lists, classified_lists
+from flashtune.request.functions.block_lists import block_lists, unwritten_lists
 from flashtune.request.functions.operands import MAX_ROW
 from flashtune.request.functions.tracing import trace
 from flashtune.request.functions.warm_calls import warm_flex_call
@@ -149,7 +149,9 @@ def test_repeated_calls_see_changes() -> None:
     blocks = flex.create_block_mask(mask, None, None, 64, 64, device="cpu", BLOCK_SIZE=64)
 
     def record(score: Any = score, blocks: Any = blocks, q: torch.Tensor = q) -> Any:
-        return warm_flex_call(q, k, v, score, blocks, None, enable_gqa=False, return_lse=False)
+        return warm_flex_call(
+            q, k, v, score, blocks, None, enable_gqa=False, return_lse=False, list_blocks=unwritten_lists
+        )
 
     first = record()
     assert record().side is first.side
@@ -261,23 +263,6 @@ def test_lists_of_blocks() -> None:
     assert lists.full_counts.tolist() == [[[1, 2, 3, 0]]]
     assert block_lists(mask, 200, 200, full_first=True) is lists
     assert block_lists(mask, 200, 200, full_first=False).full_counts.sum() == 0
-
-
-@pytest.mark.parametrize("queries", [200, 512, 700])
-def test_classified_blocks_are_those_of_torch(queries: int) -> None:
-    """Without captured tensors, intervals find the blocks that torch finds by evaluating each pair."""
-
-    def mask_mod(b: Any, h: Any, q: Any, k: Any) -> Any:
-        return (q + 100 >= k) & (q - k < 50 * SIZE)
-
-    traced = trace(None, mask_mod)
-    extents, device = (2, 4, queries, 640), torch.device("cpu")
-    own = classified_lists(traced.functions, extents, traced.ints, traced.floats, device)
-    mask = flex.create_block_mask(mask_mod, None, None, queries, 640, device="cpu")
-    expected = block_lists(mask, queries, 640, full_first=True)
-    assert torch.equal(own.mask.visible_blocks(5), expected.mask.visible_blocks(5))
-    # Torch counts no block of the last queries as full if some of them do not exist.
-    assert torch.equal(own.full_counts[..., : queries // 128], expected.full_counts[..., : queries // 128])
 
 
 def test_state_of_inner_functions_and_objects() -> None:
@@ -392,7 +377,9 @@ def test_changes_of_attributes_and_data_are_seen(monkeypatch: pytest.MonkeyPatch
     q = torch.zeros(1, 1, 16, 16)
 
     def record() -> Any:
-        return warm_flex_call(q, q, q, score, None, None, enable_gqa=False, return_lse=False)
+        return warm_flex_call(
+            q, q, q, score, None, None, enable_gqa=False, return_lse=False, list_blocks=unwritten_lists
+        )
 
     text = record().options.functions
     monkeypatch.setattr(Settings, "weight", 3.0)
@@ -432,7 +419,9 @@ def test_a_record_with_a_dead_mask_is_of_no_other_call() -> None:
         return s * 2.0
 
     def record(mask: Any) -> Any:
-        return warm_flex_call(q, q, q, score, mask, None, enable_gqa=False, return_lse=False)
+        return warm_flex_call(
+            q, q, q, score, mask, None, enable_gqa=False, return_lse=False, list_blocks=unwritten_lists
+        )
 
     mask = mask_of(length=256)
     assert record(mask).side.block_counts is not None
@@ -446,7 +435,9 @@ def test_masks_made_in_inference_mode() -> None:
     q, mask = torch.zeros(1, 1, 256, 16), mask_of(length=256)
 
     def record() -> Any:
-        return warm_flex_call(q, q, q, None, mask, None, enable_gqa=False, return_lse=False)
+        return warm_flex_call(
+            q, q, q, None, mask, None, enable_gqa=False, return_lse=False, list_blocks=unwritten_lists
+        )
 
     assert int(record().side.block_counts.sum())
     mask.kv_num_blocks.zero_()
@@ -462,11 +453,19 @@ def test_records_keep_no_dead_masks_and_no_namespaces_alive() -> None:
     masks = [mask_of(length=256) for _ in range(3)]
     tensors = [weakref.ref(mask.kv_indices) for mask in masks]
     for length, mask in zip((256, 256, 256), masks, strict=True):
-        warm_flex_call(q[:, :, :length], q, q, names["score"], mask, None, enable_gqa=False, return_lse=False)
+        warm_flex_call(
+            q[:, :, :length],
+            q,
+            q,
+            names["score"],
+            mask,
+            None,
+            enable_gqa=False,
+            return_lse=False,
+            list_blocks=unwritten_lists,
+        )
     del masks, mask
-    warm_flex_call(
-        q, q[:, :, :128], q[:, :, :128], names["score"], None, None, enable_gqa=False, return_lse=False
-    )
+    warm_flex_call(q, q[:, :, :128], q[:, :, :128], names["score"], None, None, False, False, unwritten_lists)
     gc.collect()
     assert all(tensor() is None for tensor in tensors)
     del names

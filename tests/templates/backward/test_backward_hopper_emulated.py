@@ -18,11 +18,14 @@ from flashtune.core.problem import Causal, Problem
 from flashtune.core.target import find_target
 from flashtune.launch.compilation import load_module
 from flashtune.request.dropout import row_states
-from flashtune.templates.backward_hopper.space import HopperBackwardConfig, width_of
+from flashtune.templates.backward_hopper.arguments import starts_at_lse
+from flashtune.templates.backward_hopper.space import HopperBackwardConfig, has_own_steps, width_of
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from tests.emulator.backward import BackwardProgram, Sums, emulate_backward
 from tests.emulator.program import functions_of
+from tests.emulator.step_lists import steps_of_blocks
+from tests.problems.block_lists import visible_blocks, with_lists
 from tests.problems.plain_masks import plain_attention
 
 FAMILY = find_family("backward_hopper")
@@ -77,7 +80,8 @@ def dq_of(sums: Sums, problem: Problem, config: HopperBackwardConfig, places: tu
         assert odd == 0
         part = torch.from_numpy(np.sum([term.values for term in additions], axis=0))
         # Groups that take turns make all of a block, others half of it.
-        assert part.shape == (64, 128 if config.alternate_dq else half_columns)
+        has_all = config.alternate_dq or has_own_steps(problem)
+        assert part.shape == (64, min(128, block_m * width // 64) if has_all else half_columns)
         own = slice(half * half_columns, half * half_columns + part.shape[1])
         # Narrow tiles are made transposed, in halves of queries; wide ones in halves of columns.
         if width == 64:
@@ -124,7 +128,17 @@ def extra_inputs(problem: Problem, lengths: Lengths | None) -> ExtraInputs:
         side = side._replace(sinks=torch.linspace(-1.0, 4.0, problem.heads))
     if problem.dropout:
         side = side._replace(seed=SEED, dropout=DROPOUT)
-    return side
+    return with_lists(side, listed_blocks(problem)) if problem.block_mask else side
+
+
+def listed_blocks(problem: Problem) -> Tensor:
+    """Random blocks with an empty row, a full row, and keys that no query sees."""
+    torch.manual_seed(problem.seqlen_q)
+    visible = visible_blocks(problem)
+    visible[:, 0, 0] = True
+    visible[:, 0, 1:2] = False
+    visible[:, :, :, 2 * 128 // problem.block_mask : 3 * 128 // problem.block_mask] = False
+    return visible
 
 
 def statistics(
@@ -139,10 +153,11 @@ def statistics(
     )
     share = 1 - DROPOUT if problem.dropout else 1.0
     seen = torch.where(lse.isinf(), math.inf, lse + math.log(share))
-    starts_at_lse = config.init_accumulators and not problem.softcap
     cap = CAP if problem.softcap else 0.0
     stats[:, 0] = -math.inf
-    stats[:, 0, places[0]] = -seen / SCALE if starts_at_lse else (cap - seen) * math.log2(math.e)
+    stats[:, 0, places[0]] = (
+        -seen / SCALE if starts_at_lse(problem, config) else (cap - seen) * math.log2(math.e)
+    )
     stats[:, 1, places[0]] = -delta * share
     if problem.dropout:
         heads, rows = torch.arange(len(lse))[:, None], torch.arange(stats.shape[2])
@@ -194,14 +209,16 @@ def emulated(
         name: np.full(tensor.numel(), np.nan) for name, tensor in zip(("dk", "dv"), planned[6:], strict=True)
     }
     like = tuple(torch.empty(tensor.shape, dtype=torch.bfloat16, device="meta") for tensor in planned)
-    like += tuple(tensor for tensor in (side.sinks, side.seed) if tensor is not None)
+    not_passed = (side.sinks, side.block_counts, side.block_indices, side.full_counts, side.seed)
+    like += tuple(tensor for tensor in not_passed if tensor is not None)
     of_rows = torch.empty(stats.flatten(0, 1).shape, device="meta")
     workspaces = 2 if problem.deterministic else 1
     beside = tuple(
         offsets.numpy() for offsets in (side.cu_seqlens_q, side.cu_seqlens_kv) if offsets is not None
     )
     numbers = (*((CAP,) if problem.softcap else ()), *((DROPOUT,) if problem.dropout else ()))
-    sums = emulate_backward(kernel, like, memory, of_rows, SCALE, workspaces, at_once, beside, numbers)
+    steps = (steps_of_blocks(problem, config, side),) if problem.block_mask else ()
+    sums = emulate_backward(kernel, like, memory, of_rows, SCALE, workspaces, at_once, beside, numbers, steps)
     torch.testing.assert_close(dq_of(sums, problem, config, places), dq[:, :, own], **ALLOWED)
     for name, right, full in (("dk", dk, planned[6]), ("dv", dv, planned[7])):
         written = torch.from_numpy(memory[name]).view(full.shape)

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from flashtune import testing
+from flashtune.core.expressions.nodes import NO_FUNCTIONS, Functions
 from flashtune.core.kernel import Specialization
+from flashtune.request.functions.tracing import trace
 from flashtune.templates.backward_hopper.arguments import starts_at_lse
 from flashtune.templates.backward_hopper.space import usual_config
 from flashtune.templates.registry import find_family
@@ -21,8 +23,9 @@ from flashtune.verification.gradients.scores import once
 from flashtune.verification.inputs.prepared import generator_of
 from flashtune.verification.probes import Probe
 from flashtune.verification.tolerance import worst_ratio
-from tests.emulator.backward import emulate_backward
+from tests.emulator.backward import as_array, emulate_backward
 from tests.emulator.hardware import Tensor
+from tests.interpreter.test_flex_attention import CASES
 from tests.templates.backward.test_backward_hopper_emulated import SCALE, dq_of, row_places
 
 FAMILY = find_family("backward_hopper")
@@ -52,9 +55,11 @@ FP16 = (
 )
 
 
-def worst_ratio_of(text: str, probe: Probe, queries: int, keys: int, seed: int) -> float:
+def worst_ratio_of(
+    text: str, probe: Probe, queries: int, keys: int, seed: int, functions: Functions = NO_FUNCTIONS
+) -> float:
     """Returns the largest ratio of error to tolerance of all gradients of an emulated launch."""
-    problem = testing.problem(f"{SHAPE},{text}")
+    problem = testing.problem(f"{SHAPE},{text}", functions=functions)
     config = usual_config(problem)
     kernel = render(FAMILY, problem, config, Specialization())
     small = msgspec.structs.replace(problem, heads=2, kv_heads=2, seqlen_q=queries, seqlen_kv=keys)
@@ -68,7 +73,7 @@ def worst_ratio_of(text: str, probe: Probe, queries: int, keys: int, seed: int) 
     places = row_places(small, config.block_m, None, 0)
     softcap = inputs.side.softcap or 0.0
     first = (softcap - lse) * math.log2(math.e)
-    if starts_at_lse(config, small.softcap):
+    if starts_at_lse(small, config):
         first = -lse / case.scale
     stats = torch.zeros(small.batch * small.heads, 2, places[1] * config.block_m, dtype=torch.float64)
     stats[:, 0] = -math.inf
@@ -82,7 +87,8 @@ def worst_ratio_of(text: str, probe: Probe, queries: int, keys: int, seed: int) 
     planned = tuple(torch.empty_like(tensor, device="meta") for tensor in like)
     rows = torch.empty(stats.flatten(0, 1).shape, device="meta")
     numbers = (softcap,) if small.softcap else ()
-    sums = emulate_backward(kernel, planned, memory, rows, case.scale, 1, 2, (), numbers)
+    captured = tuple(as_array(tensor) for tensor in inputs.side.tensors) if functions else ()
+    sums = emulate_backward(kernel, planned, memory, rows, case.scale, 1, 2, captured, numbers)
     made = {"dq": dq_of(sums, small, config, places) * (case.scale / SCALE)}
     made |= {name: torch.from_numpy(memory[name]) for name in ("dk", "dv")}
     return max(
@@ -114,3 +120,15 @@ def test_verification_finds_fp16_probabilities_that_lose_bits(monkeypatch: pytes
 def test_the_tolerance_has_the_rounding_of_probabilities_in_bf16() -> None:
     text = "head_dim=160,causal=bottom_right,sinks,dtype=bf16"
     assert max(worst_ratio_of(text, Probe.FAR_BELOW, 129, 191, seed) for seed in range(3)) < 0.7
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("rounding")
+@pytest.mark.parametrize("probe", [Probe.RISING, Probe.RANDOM])
+@pytest.mark.parametrize("name", ["softcap and window", "gate", "temperature", "alibi"])
+@pytest.mark.parametrize("dtype", LOW)
+def test_roundings_of_functions_are_within_the_tolerance(name: str, probe: Probe, dtype: str) -> None:
+    functions = trace(CASES[name].score, CASES[name].mask).functions
+    for head_dim in (64, 128):
+        text = f"head_dim={head_dim},dtype={dtype}"
+        assert max(worst_ratio_of(text, probe, 128, 256, seed, functions) for seed in range(2)) < 0.9

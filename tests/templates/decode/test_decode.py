@@ -11,7 +11,7 @@ import torch
 from benchmarks.exhaustive.inner_loop import read_loop
 from flashtune.core.config import LaunchOptions
 from flashtune.core.kernel import Alignment, Specialization
-from flashtune.core.problem import Bias, Dtype, KvDtype, KvScale
+from flashtune.core.problem import Bias, BlockLists, Causal, Dtype, KvDtype, KvScale
 from flashtune.core.target import find_target
 from flashtune.launch.compilation import compile_kernel, load_module
 from flashtune.templates.decode_split_kv.space import DecodeConfig, group_rows
@@ -20,8 +20,15 @@ from tests.mutants.core import Mutant, broken, rendered
 from tests.mutants.portable import decode_scores
 from tests.mutants.serving_size import USUAL
 from tests.problems.decode import A100, FAMILY, H200, LATENT, a_config, a_problem, meta
+from tests.problems.function_cases import FUNCTIONS
 
 KNOWN = "decode_split_kv takes"
+LISTED: dict[str, Any] = {
+    "causal": Causal.NONE,
+    "functions": FUNCTIONS["window"],
+    "block_mask": 128,
+    "block_lists": BlockLists.GROUP,
+}
 
 
 def test_launch_plan_of_split_keys() -> None:
@@ -115,6 +122,10 @@ def test_other_splits_are_in_the_space_and_differ_in_makespan() -> None:
         ({"packed": 4, "bias": Bias.ADDITIVE}, "no bias over packed"),
         ({"kv_dtype": KvDtype.INT8, "kv_scale": KvScale.PAGE}, "pages alone"),
         ({**LATENT, "value_head_dim": 500}, "a power of two"),
+        ({"block_mask": 128, "causal": Causal.NONE}, "block masks with functions"),
+        ({**LISTED, "block_lists": BlockLists.HEAD}, "lists that the heads of a KV head share"),
+        ({**LISTED, "seqlen_q": 129}, "queries of one block"),
+        ({"functions": FUNCTIONS["alibi"]}, "functions with block masks, or with causal masks"),
     ],
 )
 def test_unsupported_problems(changes: dict[str, Any], reason: str) -> None:
@@ -149,6 +160,17 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "int8": ({"kv_dtype": KvDtype.INT8, "kv_scale": KvScale.HEAD}, {}),
     "int8 pages": ({"kv_dtype": KvDtype.INT8, "kv_scale": KvScale.PAGE, "page_size": 16}, {}),
     "fp32": ({"dtype": Dtype.FP32}, {"block_n": 32, "num_stages": 2}),
+    "functions": (LISTED, {}),
+    "functions of pages": ({"page_size": 16, "packed": 9, "functions": FUNCTIONS["capped window"]}, {}),
+    "functions of int8 pages": (
+        {
+            "kv_dtype": KvDtype.INT8,
+            "kv_scale": KvScale.PAGE,
+            "page_size": 16,
+            "functions": FUNCTIONS["alibi"],
+        },
+        {},
+    ),
     "latent": ({**LATENT, "page_size": 64}, {"block_n": 32, "num_stages": 2, "num_warps": 8}),
 }
 HOPPER_CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

@@ -114,6 +114,15 @@ COMPILED = {
     ),
     "d96, softcap by a function": case(a_problem(96, functions=CAPPED), False),
     "d64, distances by a function": case(a_problem(64, functions=DISTANCES), True),
+    "d128, pages of 16 and distances by a function": case(
+        a_problem(128, **CAUSAL, kv_heads=2, packed=1, page_size=16, functions=DISTANCES), True
+    ),
+    "d64, pages of 1 and documents by functions": case(
+        a_problem(64, page_size=1, functions=CAPPED_DOCUMENTS), True
+    ),
+    "d128, splits of functions": case(
+        a_problem(128, page_size=64, functions=CAPPED_DOCUMENTS), True, num_splits=3, split_epilogue=False
+    ),
     "d128, splits": case(a_problem(128, **CAUSAL, kv_heads=2), True, num_splits=3, pack_gqa=4),
     "d96, splits, packed sequences and window": case(
         a_problem(96, **CAUSAL, packed=1, window_left=100, sink_tokens=4, sinks=True), True, num_splits=44

@@ -9,6 +9,7 @@ from torch.nn.attention import flex_attention as flex
 
 from flashtune.core.errors import ProblemError, UsageError
 from flashtune.core.problem import Problem
+from flashtune.request.functions.block_lists import unwritten_lists
 from flashtune.request.functions.call import flex_call
 from flashtune.request.read_call import read_call
 from flashtune.tuner.cli import main
@@ -56,9 +57,9 @@ def test_the_problem_is_that_of_a_call() -> None:
     q, k = (torch.empty(1, heads, 256, 64, dtype=torch.bfloat16) for heads in (4, 2))
     for heads, shape in ((None, SHAPE), (4, f"{SHAPE},block_mask=128")):
         block_mask = flex.create_block_mask(functions[1], None, heads, 256, 256, device="cpu")
-        call = flex_call(q, k, k, functions[0], block_mask, None, True, False)
+        call = flex_call(q, k, k, functions[0], block_mask, None, True, False, unwritten_lists)
         assert problem(score, mask, shape).key == read_call(call).problem.key
-    call = flex_call(q, k, k, functions[0], None, None, True, False)
+    call = flex_call(q, k, k, functions[0], None, None, True, False, unwritten_lists)
     assert problem(score, None).key == read_call(call).problem.key
 
 

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
+from flashtune.core.features.description import UsualCall
+from flashtune.core.features.functions import usual_captures
+from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs, FeatureFields
 from flashtune.core.kernel import Kernel, Specialization
 from flashtune.core.problem import Bias, Causal, Problem
 from flashtune.templates.forward_hopper.space import HopperConfig
@@ -139,6 +141,10 @@ def score_inputs(problem: Problem, lengths: list[tuple[int, int]] | None) -> Ext
         side = side._replace(sinks=torch.linspace(-1.0, 3.0, problem.heads, dtype=torch.float64))
     if problem.bias is not Bias.NONE:
         side = side._replace(bias=a_bias(problem))
+    if problem.functions:
+        shaped = msgspec.structs.replace(problem, batch=batch)
+        call: UsualCall[FeatureFields] = UsualCall(shaped, tuple(keys), torch.float32, torch.device("cpu"))
+        side = side._replace(**usual_captures(call))
     return with_lists(side, listed_blocks(problem)) if problem.block_mask else side
 
 

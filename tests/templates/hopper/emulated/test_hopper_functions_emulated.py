@@ -31,6 +31,7 @@ from tests.interpreter.test_flex_attention import (
     inputs,
     mask_of,
 )
+from tests.problems.exact_lists import exact_lists
 from tests.problems.hopper import FAMILY, a_config
 from tests.problems.plain_masks import largest_error
 from tests.problems.random_functions import FLOATS, INTS, random_functions, random_tables
@@ -55,7 +56,9 @@ def error_of(name: str, layout: str, text: str = "", wrong: str = "") -> float:
     (config, size), case = LAYOUTS[layout], CASES[name]
     q, k, v = inputs(2)
     mask = mask_of(case, size)
-    call = flex_call(q, k, v, case.score, mask, None, enable_gqa=True, return_lse=True)
+    call = flex_call(
+        q, k, v, case.score, mask, None, enable_gqa=True, return_lse=True, list_blocks=exact_lists
+    )
     side = call.side
     if mask is None:
         size = 0 if side.block_counts is None else BLOCK_SIZE

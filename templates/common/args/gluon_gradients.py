@@ -1,0 +1,119 @@
+"""Gluon code of score and mask functions and of their derivatives, where keys stay and queries are walked.
+
+Tiles are [keys, queries]. Values that do not depend on queries are computed once for a tile of keys, or for
+each head if they depend on the head. Others are computed in functions for one block of queries.
+"""
+
+import re
+from collections.abc import Mapping
+
+from flashtune.core.expressions.derivative import Derivatives
+from flashtune.core.expressions.intervals import UNKNOWN, Interval
+from flashtune.core.expressions.nodes import INT32, Kind, Op
+from flashtune.templates.common.args.gluon_functions import ANY_PLACE, Block, GluonWriter
+
+_LEAVES: Mapping[Op, str] = {
+    Op.SCORE: "s",
+    Op.BATCH: "batch",
+    Op.HEAD: "head",
+    Op.QUERY: "m_start + (queries & 6) + (queries & -7)",
+    Op.KEY: "n_start + function_keys",
+}
+_EXISTING: Mapping[Op, str] = {
+    Op.QUERY: "gl.minimum({0}, seqlen_q - 1)",
+    Op.KEY: "gl.minimum({0}, seqlen_kv - 1)",
+}
+_FORMS_OF_LEAVES: Mapping[Op, int] = {Op.KEY: 1, Op.QUERY: 2, Op.SCORE: 3}
+# Larger captured ints make no difference in a comparison of places.
+_FARTHEST = 2**29
+_WORDS = re.compile(r"\w+")
+_COMPARED: Mapping[Op, str] = {Op.LESS: "<", Op.LESS_EQUAL: "<=", Op.EQUAL: "==", Op.NOT_EQUAL: "!="}
+
+
+class GradientWriter(GluonWriter):
+    """Writes functions for blocks of queries."""
+
+    leaves, existing = _LEAVES, _EXISTING
+    forms_of_leaves = _FORMS_OF_LEAVES
+    form_names = ("scalar", "key", "query", "pair")
+    walked = Op.QUERY
+    arguments = ("m_start", "queries", "seqlen_q", "seqlen_kv", "origin")
+    prefixes = form_names
+    distances = (
+        "steps = (queries & -7).to(gl.float32)",
+        "start = (m_start - origin + (queries & 6)).to(gl.float32)",
+    )
+    functions: Derivatives
+
+    def __init__(self, functions: Derivatives) -> None:
+        super().__init__(functions)
+        # A value whose text names the head, or another such value, is one of a head.
+        varying, lines = {_LEAVES[Op.HEAD]}, dict.fromkeys(("keys", "heads"), "")
+        for line in self.parts["rows"].splitlines():
+            name, text = line.split(" = ", 1)
+            is_of_head = not varying.isdisjoint(_WORDS.findall(text))
+            varying |= {name} if is_of_head else set()
+            lines["heads" if is_of_head else "keys"] += f"{line}\n"
+        self.parts |= {part: text.strip() for part, text in lines.items()}
+        inputs = (name for part in ("score", "mask") for name in self.parts[part].split(", ") if name)
+        self.parts["both"] = ", ".join(dict.fromkeys(inputs))
+
+    def _score_function(self, block: Block) -> str:
+        functions = self.functions
+        results = [self._of_pairs(block, self._sum(block, functions.score))]
+        explanation = "Returns scores after the score function."
+        if functions.slope >= 0:
+            results.append(self._operand(block, functions.slope, 3))
+            explanation = "Returns scores after the score function, and its derivative by the score."
+        if self.held:
+            explanation = "Returns scores after the score function, and its derivatives."
+        results += (self._operand(block, functions.elements[number].slope, 3) for number in self.held)
+        return self._definition("change_scores", block, "s", [f"return {', '.join(results)}"], explanation)
+
+    @property
+    def held(self) -> list[int]:
+        """The numbers of elements of captured tensors whose derivative depends on the score."""
+        slopes = [element.slope for element in self.functions.elements]
+        return [number for number, slope in enumerate(slopes) if self.depends_on_score(slope)]
+
+    def _mask_function(self, block: Block) -> str:
+        visible = self._operand(block, self.functions.mask, 3)
+        explanation = "Returns probabilities, with zeros for keys that the mask function hides."
+        return self._definition(
+            "hide_by_function", block, "p", [f"return gl.where({visible}, p, 0.0)"], explanation
+        )
+
+    def _computed(self, block: Block, place: int) -> str:
+        return self._compared(block, place) or super()._computed(block, place)
+
+    def _compared(self, block: Block, place: int) -> str:
+        """Returns the text of a comparison of a query with numbers that do not depend on it, if it is one.
+
+        Queries of a thread differ by constants, so that one subtraction for each key is enough.
+        """
+        node, kinds = self.functions.nodes[place], self.functions.kinds
+        if node.op not in _COMPARED or self.forms[place] < 3 or kinds[node.operands[0]] is not Kind.INT:
+            return ""
+        first, other = (self._coefficients(operand) for operand in node.operands)
+        sign = 0 if first is None or other is None else first[0] - other[0]
+        if first is None or other is None or sign not in (1, -1):
+            return ""
+        terms = [(-sign * own, term) for own, term in first[1]] + [
+            (sign * own, term) for own, term in other[1]
+        ]
+        bounds, last = [-ANY_PLACE.greatest, -ANY_PLACE.least], ""
+        for own, term in terms:
+            row, interval = self._row(term), self.bounds[term]
+            if interval == UNKNOWN:
+                # No two places are so far apart.
+                row = self._of_tile(f"gl.maximum(gl.minimum({{0}}, {_FARTHEST}), -{_FARTHEST})", row)
+                interval = Interval(-_FARTHEST, _FARTHEST)
+            self._input(block, row)
+            ends = sorted(own * bound for bound in interval)
+            bounds = [bound + end for bound, end in zip(bounds, ends, strict=True)]
+            last += f" {'+' if own > 0 else '-'} {row.wide}"
+        if bounds[0] < INT32[0] or bounds[1] > INT32[-1]:
+            return ""
+        rest = f"{last} - m_start - (queries & 6)[None, :]".removeprefix(" + ").strip()
+        sides = "(queries & -7)[None, :]", rest
+        return f" {_COMPARED[node.op]} ".join(sides if sign > 0 else sides[::-1])
