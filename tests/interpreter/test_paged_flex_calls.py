@@ -61,8 +61,9 @@ def test_double_precision_is_computed_without_a_kernel() -> None:
     out = flashtune.attention_paged(*arguments, **functions)
     single = flashtune.attention_paged(*a_call(), **functions)
     torch.testing.assert_close(out.float(), single, atol=1e-5, rtol=1e-5)
-    packed = flashtune.attention_paged(*a_call(sum(QUERIES), torch.float64), **BOTH, **functions)
-    single = flashtune.attention_paged(*a_call(sum(QUERIES)), **BOTH, **functions)
+    functions |= BOTH
+    packed = flashtune.attention_paged(*a_call(sum(QUERIES), torch.float64), **functions)
+    single = flashtune.attention_paged(*a_call(sum(QUERIES)), **functions)
     torch.testing.assert_close(packed.float(), single, atol=1e-5, rtol=1e-5)
 
 

@@ -85,8 +85,8 @@ def blocks_of(
     )
     numbers = torch.tensor(ints, device=device), torch.tensor(FLOATS, device=device).double()
     visible = evaluate(functions, Values(b, h, q, k, *numbers, tables), functions.mask).expand(extents)
-    blocks = (seen_blocks(own, indices, indices.shape[-1]) for own in (counts, full))
-    return Blocks(*blocks, visible)
+    listed, in_full = (seen_blocks(own, indices, indices.shape[-1]) for own in (counts, full))
+    return Blocks(listed, in_full, visible)
 
 
 @pytest.mark.parametrize("seed", range(fuzz_count(60, 3000)))
