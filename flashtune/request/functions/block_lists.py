@@ -89,10 +89,14 @@ def block_lists(mask: Any, seqlen_q: int, seqlen_kv: int, *, full_first: bool) -
     if any(tensor is not None and tensor.is_inference() for tensor in tensors):
         # Inference tensors do not count how often they were written to.
         return _lists(mask, seqlen_q, seqlen_kv, full_first)
+    stream = stream_of(mask.kv_num_blocks.device)
+    if stream is None:
+        return _lists(mask, seqlen_q, seqlen_kv, full_first)
     key = (
         seqlen_q,
         seqlen_kv,
         full_first,
+        stream,
         *((None if tensor is None else (id(tensor), tensor._version)) for tensor in tensors),
     )
     known = _known.get(mask)
@@ -100,6 +104,19 @@ def block_lists(mask: Any, seqlen_q: int, seqlen_kv: int, *, full_first: bool) -
         known = _Known(key, _lists(mask, seqlen_q, seqlen_kv, full_first))
         _known[mask] = known
     return known.lists
+
+
+def stream_of(device: torch.device) -> int | None:
+    """Returns the current stream of a device, on which lists that it wrote are valid.
+
+    Returns None while a graph is captured, whose pool owns the memory of new lists.
+    """
+    if device.type != "cuda":
+        return 0
+    if torch.cuda.is_current_stream_capturing():
+        return None
+    stream: int = torch.cuda.current_stream(device).cuda_stream
+    return stream
 
 
 def extents_of(q: Tensor, k: Tensor) -> Extents:

@@ -8,7 +8,6 @@ import types
 import weakref
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from flashtune.core.caches import keep
@@ -16,7 +15,7 @@ from flashtune.core.expressions.nodes import Functions, Op
 from flashtune.core.features.records import TABLES, ExtraInputs
 from flashtune.request.autocast import any_autocast
 from flashtune.request.call import Call, Options
-from flashtune.request.functions.block_lists import ListBlocks, extents_of, is_flex_mask
+from flashtune.request.functions.block_lists import ListBlocks, extents_of, is_flex_mask, stream_of
 from flashtune.request.functions.call import ScoreMod, flex_call
 from flashtune.request.functions.closures import Places, captured_places
 from flashtune.request.functions.tracing import is_stable
@@ -44,8 +43,11 @@ class _Warm(NamedTuple):
     versions: tuple[int, ...]
     # Types, devices, sizes and strides of captured tensors, which assignments to `data` change.
     layouts: tuple[object, ...]
-    # The functions, if each call lists blocks anew: the mask function depends on captured tensors.
-    relisted: Functions | None
+    # The functions, if calls list blocks themselves.
+    listed: Functions | None
+    # The stream on which the lists were written, 0 without lists. None if each call lists blocks anew,
+    # because the mask function depends on captured tensors.
+    stream: int | None
 
     def is_current(self) -> bool:
         """Returns whether the block mask lives, and the functions capture the same objects."""
@@ -80,10 +82,14 @@ def warm_flex_call(
     is_usual = is_usual and q.shape[:1] == k.shape[:1]
     if warm is not None and is_usual and _is_same(warm, block_mask):
         side = warm.side
-        if warm.relisted is not None:
-            lists = list_blocks(warm.relisted, extents_of(q, k), side, q.device)
-            side = side._replace(**lists.inputs)  # type: ignore[union-attr]
-        return Call(q, k, v, scale, warm.options, side)
+        is_written = side.block_counts is None or (
+            warm.stream is not None and warm.stream == stream_of(q.device)
+        )
+        if not is_written and warm.listed is not None:
+            lists = list_blocks(warm.listed, extents_of(q, k), side, q.device)
+            side, is_written = side._replace(**lists.inputs), True  # type: ignore[union-attr]
+        if is_written:
+            return Call(q, k, v, scale, warm.options, side)
     call = flex_call(q, k, v, score_mod, block_mask, scale, enable_gqa, return_lse, list_blocks)
     if is_usual:
         _keep(anchor, key, call, score_mod, block_mask)
@@ -140,16 +146,15 @@ def _keep(
         return
     versions = tuple(0 if tensor is None else tensor._version for tensor in fields[:TENSOR_FIELDS])
     mask = None if block_mask is None else weakref.ref(block_mask)
-    relisted = None
+    listed, stream = None, stream_of(call.q.device) if call.side.block_counts is not None else 0
+    if stream is None:
+        return
     if block_mask is None and call.side.full_counts is not None:
-        if call.q.is_cuda and torch.cuda.is_current_stream_capturing():
-            # The memory of the lists belongs to the graph.
-            return
-        traced = known_functions(str(call.options.functions))
-        ops = {traced.nodes[place].op for place in traced.needed(traced.mask)}
-        relisted = traced if Op.LOAD in ops else None
+        listed = known_functions(str(call.options.functions))
+        ops = {listed.nodes[place].op for place in listed.needed(listed.mask)}
+        stream = None if Op.LOAD in ops else stream
     layouts = _layouts(call.side)
-    warm = _Warm(call.options, call.side, mask, places, fields, versions, layouts, relisted)
+    warm = _Warm(call.options, call.side, mask, places, fields, versions, layouts, listed, stream)
     known = _warm.setdefault(anchor, {})
     # Records of dead masks, and of other captured objects, keep tensors alive.
     for other in [other for other, record in known.items() if not record.is_current()]:

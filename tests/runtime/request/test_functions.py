@@ -17,7 +17,8 @@ from torch.nn.attention import flex_attention as flex
 import flashtune
 from flashtune.core.errors import ProblemError
 from flashtune.core.expressions.nodes import MAX_TABLES, Functions
-from flashtune.request.functions import tracing
+from flashtune.request.functions import block_lists as block_lists_module
+from flashtune.request.functions import tracing, warm_calls
 from flashtune.request.functions.block_lists import block_lists, unwritten_lists
 from flashtune.request.functions.operands import MAX_ROW
 from flashtune.request.functions.tracing import trace
@@ -428,6 +429,28 @@ def test_a_record_with_a_dead_mask_is_of_no_other_call() -> None:
     del mask
     gc.collect()
     assert record(None).side.block_counts is None
+
+
+@pytest.mark.parametrize("stream", [8, None], ids=["another stream", "a capture"])
+def test_lists_of_another_stream_are_not_used(stream: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, mask = torch.randn(1, 1, 256, 16), mask_of(length=256)
+
+    def score(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return torch.where(q >= k, s, -math.inf)
+
+    def lists_at(stream: int | None) -> tuple[Any, Any]:
+        for module in (block_lists_module, warm_calls):
+            monkeypatch.setattr(module, "stream_of", lambda device: stream)
+        call = warm_flex_call(
+            q, q, q, score, None, None, enable_gqa=False, return_lse=False, list_blocks=unwritten_lists
+        )
+        return call.side.block_indices, block_lists(mask, 256, 256, full_first=True)
+
+    (listed, given), again, other = lists_at(7), lists_at(7), lists_at(stream)
+    assert again[0] is listed
+    assert again[1] is given
+    assert other[0] is not listed
+    assert other[1] is not given
 
 
 @torch.inference_mode()
