@@ -244,6 +244,15 @@ COMBINATIONS = {
         HOPPER, "bf16", (128, 128), "bottom_right", {**GROUPS, "ping_pong": True}, ROW_SUMS,
         window_left=4096, sink_tokens=4, sinks=True, softcap=True, batch_invariant=True
     ),
+    "hopper_bf16_d64_invariant": row(
+        HOPPER, "bf16", (64, 64), "bottom_right", {**GROUPS, "num_stages": 3, "q_stages": 2},
+        Specialization(), batch_invariant=True
+    ),
+    "hopper_bf16_d128_invariant_splits": row(
+        HOPPER, "bf16", (128, 128), "bottom_right",
+        {**GROUPS, "num_consumer_groups": 1, "pack_gqa": 4, "num_splits": 2, "balanced_grid": True},
+        Specialization(), batch_invariant=True
+    ),
     "hopper_bf16_d96_pages_invariant_splits": row(
         HOPPER, "bf16", (96, 80), "bottom_right", {**GROUPS, "pack_gqa": 4, "num_splits": 2}, ROW_SUMS,
         page_size=16, sinks=True, alibi=True, batch_invariant=True

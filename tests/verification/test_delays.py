@@ -24,7 +24,8 @@ SLEEP = "fall_behind()"
 # Calls, anywhere in a line, that order a kernel's accesses or access data that its warps share.
 ORDERS = re.compile(
     r"mbarrier\.(wait|arrive)\(|\bcopy_(in|out)\(|\bwarpgroup_mma(_wait)?\(|\btma\.store_wait\(|_turn\("
-    r"|\bfence_async_shared\(|\batomic_add\(|\bbroadcast_row\(|\.index\(.*\.(load|store)\(|\broom\..*\.store\("
+    r"|\bfence_async_shared\(|(?<!gl\.)\batomic_add\(|\bbroadcast_row\(|\.index\(.*\.(load|store)\("
+    r"|\broom\..*\.store\("
 )
 CPU = torch.device("cpu")
 

@@ -156,9 +156,16 @@ def test_all_supported_features_and_pairs_are_drawn() -> None:
     # drops weights of latent keys.
     pairs = {("kv_lengths", "pages"), ("bias", "packed"), ("mla", "dropout")}
     pairs |= {("block_mask", other) for other in ("packed", "pages", "mla")}
-    # Functions combine with block masks alone.
-    pairs |= {("functions", other) for other in set(Feature) - {Feature.FUNCTIONS, Feature.BLOCK_MASK}}
-    assert absent == {asked for asked in feature_sets() if any(asked.issuperset(pair) for pair in pairs)}
+    # Functions combine with block masks, and in pages with packed queries and 8-bit caches.
+    alone = {Feature.FUNCTIONS, Feature.PACKED, Feature.QUANTIZED_KV}
+    others = set(Feature) - alone - {Feature.BLOCK_MASK, Feature.PAGES}
+    pairs |= {("functions", other) for other in others}
+    assert absent == {
+        asked
+        for asked in feature_sets()
+        if any(asked.issuperset(pair) for pair in pairs)
+        or (Feature.FUNCTIONS in asked and asked & alone > {Feature.FUNCTIONS} and Feature.PAGES not in asked)
+    }
     assert {subject.family for subject in SUBJECTS} >= {"forward_masked", "decode_split_kv", "forward_hopper"}
 
 

@@ -124,7 +124,7 @@ def recipes(calls: Iterable[Call]) -> list[tuple[str, Record]]:
         ("head_dim=128,dtype=bf16", "forward_hopper", 0.8),
         ("head_dim=96,dtype=bf16", "forward_hopper", 0.5),
         ("head_dim=128,dtype=fp32", "forward_masked", 0.8),
-        ("head_dim=128,dtype=bf16,page_size=16", "forward_hopper", 0.6),
+        ("head_dim=128,dtype=bf16,page_size=16", "forward_hopper", 0.5),
     ],
 )
 def test_default_bundle_splits_the_keys_of_few_queries(shape: str, family: str, least: float) -> None:
