@@ -94,7 +94,7 @@ def test_functions_that_change_nothing_have_no_effect() -> None:
         ({"score_mod": 3}, "score_mod"),
         ({"mask_mod": lambda b, h, q, k: k + 1}, "mask_mod"),
     ],
-    ids=str,
+    ids=["top left", "shared prefix", "softcap", "batch invariant", "no function", "no bool"],
 )
 def test_refused_arguments(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ProblemError, match=words):
