@@ -101,6 +101,9 @@ class GradientWriter(GluonWriter):
         terms = [(-sign * own, term) for own, term in first[1]] + [
             (sign * own, term) for own, term in other[1]
         ]
+        if sum(self.bounds[term] == UNKNOWN for _, term in terms) > 1:
+            # Each bounded alone, they would have another sum.
+            return ""
         bounds, last = [-ANY_PLACE.greatest, -ANY_PLACE.least], ""
         for own, term in terms:
             row, interval = self._row(term), self.bounds[term]
