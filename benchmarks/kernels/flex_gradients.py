@@ -6,7 +6,8 @@
 Gradients of q, k, v and captured tensors are first compared with torch's uncompiled function in float64, at
 1000 queries and keys. The error may be twice that of torch's compiled function. Then backward passes are
 interleaved in random order, with a cold L2 before each. Times are medians. Shapes have 16k tokens in bf16.
-Block masks have random blocks of 64 or 128, of which a share is visible. Needs a GPU.
+Block masks have random blocks of 64 or 128, of which a share is visible: those of flashtune, and of torch
+with a function. Needs a GPU.
 """
 
 import random
@@ -42,6 +43,16 @@ SAVED = tuple(RESULTS / f"nvidia-h200-flex-gradients{part}.json.gz" for part in 
 
 # Torch adds gradients of captured tensors by atomics, which takes seconds if a head has one element.
 SLOW_MS, FEW_ROUNDS = 100.0, 3
+# Torch's default tiles are larger than these blocks of a block mask.
+SMALL = 64
+SMALL_TILES = {
+    "BLOCK_M": 64,
+    "BLOCK_N": 64,
+    "BLOCK_M1": 32,
+    "BLOCK_N1": 64,
+    "BLOCK_M2": 64,
+    "BLOCK_N2": 32,
+}
 
 
 class Functions(NamedTuple):
@@ -51,6 +62,7 @@ class Functions(NamedTuple):
     mask: Function | None = None
     captured: tuple[Tensor, ...] = ()
     size: int = 128  # Queries and keys of a block of the block mask.
+    visible: Tensor | None = None  # The visible blocks, [queries, keys], in place of functions.
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -83,9 +95,9 @@ def cases(batch: int, heads: int, seqlen: int, device: torch.device) -> dict[str
     gates, temperatures = trained(batch, heads, seqlen), trained(heads)
     documents = torch.arange(seqlen, device=device) * 7 // seqlen
     blocks = {
-        f"blocks of {size}, {percent}%": Functions(mask=_blocks(size, percent, seqlen, generator), size=size)
-        for size in (64, 128)
-        for percent in (20, 60)
+        f"blocks of {size}, {percent}%": _blocks(size, percent, seqlen, generator)
+        for size in (SMALL, 128)
+        for percent in (20, 30, 60)
     }
     return {
         "causal": Functions(mask=lambda b, h, q, k: q >= k),
@@ -103,11 +115,12 @@ def cases(batch: int, heads: int, seqlen: int, device: torch.device) -> dict[str
     }
 
 
-def _blocks(size: int, percent: int, seqlen: int, generator: torch.Generator) -> Function:
+def _blocks(size: int, percent: int, seqlen: int, generator: torch.Generator) -> Functions:
+    """Returns random blocks, with those on the diagonal."""
     count = -(-seqlen // size)
     seen = torch.rand(count, count, device=generator.device, generator=generator) < percent / 100
     seen |= torch.eye(count, dtype=torch.bool, device=generator.device)
-    return lambda b, h, q, k: seen[q // size, k // size]
+    return Functions(mask=lambda b, h, q, k: seen[q // size, k // size], size=size, visible=seen)
 
 
 def main() -> None:
@@ -174,11 +187,16 @@ def check(
 def backward(function: Any, case: Functions, tensors: list[Tensor]) -> Callable[[], tuple[Tensor, ...]]:
     """Returns the backward pass alone, with the gradients of captured tensors."""
     q, k, v = tensors
-    mask = None
-    if case.mask is not None:
+    mask: Any = None
+    if case.visible is not None and function is flashtune.flex_attention:
+        mask = flashtune.BlockMask.from_blocks(case.visible, case.size)
+    elif case.mask is not None:
         extents = None, None, q.shape[2], k.shape[2]
         mask = create_block_mask(case.mask, *extents, device=q.device, BLOCK_SIZE=case.size)
-    out = function(q, k, v, case.score, mask, enable_gqa=q.shape[1] > k.shape[1])
+    options: dict[str, Any] = {"enable_gqa": q.shape[1] > k.shape[1]}
+    if case.size == SMALL and function is not flashtune.flex_attention:
+        options["kernel_options"] = SMALL_TILES
+    out = function(q, k, v, case.score, mask, **options)
     generator = torch.Generator(q.device).manual_seed(2)
     dout = torch.randn(out.shape, device=q.device, generator=generator).to(torch.bfloat16).to(out.dtype)
     return lambda: torch.autograd.grad(out, (*tensors, *case.captured), dout, retain_graph=True)

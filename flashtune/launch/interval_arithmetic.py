@@ -34,10 +34,10 @@ def within(least, greatest, is_known):
 
 @triton.jit
 def known(least, greatest, is_known):
-    """Returns bounds of a float, or NaN if they are not known or say nothing."""
-    says = is_known & (least == least) & (greatest == greatest)
-    says = says & ((least > float("-inf")) | (greatest < float("inf")))
-    return tl.where(says, least, float("nan")), tl.where(says, greatest, float("nan"))
+    """Returns bounds of a float, or NaN if they are not known or exclude no number."""
+    is_bounded = is_known & (least == least) & (greatest == greatest)
+    is_bounded = is_bounded & ((least > float("-inf")) | (greatest < float("inf")))
+    return tl.where(is_bounded, least, float("nan")), tl.where(is_bounded, greatest, float("nan"))
 
 
 @triton.jit
@@ -46,6 +46,12 @@ def wider(least, greatest, is_known, part: tl.constexpr, number: tl.constexpr):
     # An infinite bound on the wrong side becomes NaN.
     below, above = tl.abs(least) * part + number, tl.abs(greatest) * part + number
     return known(least - below, greatest + above, is_known)
+
+
+@triton.jit
+def extremes(p, q, r, s):
+    """Returns the least and the greatest of four numbers."""
+    return tl.minimum(tl.minimum(p, q), tl.minimum(r, s)), tl.maximum(tl.maximum(p, q), tl.maximum(r, s))
 
 
 @triton.jit
@@ -71,8 +77,7 @@ def int_abs(a, b):
 
 @triton.jit
 def int_multiply(a, b, c, d):
-    least = tl.minimum(tl.minimum(a * c, a * d), tl.minimum(b * c, b * d))
-    greatest = tl.maximum(tl.maximum(a * c, a * d), tl.maximum(b * c, b * d))
+    least, greatest = extremes(a * c, a * d, b * c, b * d)
     return within(least, greatest, a <= b)
 
 
@@ -88,11 +93,7 @@ def floor_divide(a, b):
 def int_floor_divide(a, b, c, d):
     has_sign = (c > 0) | (d < 0)
     c, d = tl.where(has_sign, c, 1), tl.where(has_sign, d, 1)
-    p, q, r, s = floor_divide(a, c), floor_divide(a, d), floor_divide(b, c), floor_divide(b, d)
-    least, greatest = (
-        tl.minimum(tl.minimum(p, q), tl.minimum(r, s)),
-        tl.maximum(tl.maximum(p, q), tl.maximum(r, s)),
-    )
+    least, greatest = extremes(floor_divide(a, c), floor_divide(a, d), floor_divide(b, c), floor_divide(b, d))
     return within(least, greatest, has_sign)
 
 
@@ -219,10 +220,7 @@ def float_abs(a, b):
 @triton.jit
 def float_multiply(a, b, c, d):
     p, q, r, s = a * c, a * d, b * c, b * d
-    least, greatest = (
-        tl.minimum(tl.minimum(p, q), tl.minimum(r, s)),
-        tl.maximum(tl.maximum(p, q), tl.maximum(r, s)),
-    )
+    least, greatest = extremes(p, q, r, s)
     is_known = (p == p) & (q == q) & (r == r) & (s == s)
     return wider(least, greatest, is_known, ROUNDED, TINY)
 
@@ -231,11 +229,7 @@ def float_multiply(a, b, c, d):
 def float_divide(a, b, c, d):
     is_known = ((c >= NORMAL) & (d <= LARGE)) | ((d <= -NORMAL) & (c >= -LARGE))
     c, d = tl.where(is_known, c, 1.0), tl.where(is_known, d, 1.0)
-    p, q, r, s = a / c, a / d, b / c, b / d
-    least, greatest = (
-        tl.minimum(tl.minimum(p, q), tl.minimum(r, s)),
-        tl.maximum(tl.maximum(p, q), tl.maximum(r, s)),
-    )
+    least, greatest = extremes(a / c, a / d, b / c, b / d)
     return wider(least, greatest, is_known & (a <= b), ROUNDED, TINY)
 
 

@@ -1,6 +1,5 @@
 """Run-time arguments of the kernel, its prologue and its epilogue, with TMA descriptors."""
 
-from flashtune.core.features.records import TABLES
 from flashtune.core.kernel import POINTER_ALIGNMENT, Argument, Specialization
 from flashtune.core.problem import Problem
 from flashtune.templates.backward_hopper.space import (
@@ -12,7 +11,7 @@ from flashtune.templates.backward_hopper.space import (
 from flashtune.templates.common.args.arguments import descriptor, stride_arguments
 from flashtune.templates.common.args.backward_arguments import plain_arguments, seed_arguments
 from flashtune.templates.common.args.backward_portable import BLOCK_TENSORS, table_gradient
-from flashtune.templates.common.args.side import side_numbers, side_strides, side_tensors
+from flashtune.templates.common.args.side import CAPTURED, side_numbers, side_strides, side_tensors
 from flashtune.templates.family import Arguments
 
 STATS, SUMS, TURNS = "workspace_0", "workspace_1", "workspace_2"
@@ -25,8 +24,6 @@ PACKED_COUNTS = ("head_blocks", "sequences", "search_steps")
 OFFSETS = ("cu_seqlens_q", "cu_seqlens_kv")
 # Integers of the prologue that lists steps, after the strides of the block mask.
 LISTED_COUNTS = ("seqlen_kv", "kv_heads", "search_steps")
-# Captured values of score and mask functions.
-CAPTURED = ("function_ints", "function_floats", *TABLES)
 
 
 def kernel_arguments(

@@ -109,7 +109,7 @@ def block_lists(mask: Any, seqlen_q: int, seqlen_kv: int, *, full_first: bool) -
 def stream_of(device: torch.device) -> int | None:
     """Returns the current stream of a device, on which lists that it wrote are valid.
 
-    Returns None while a graph is captured, whose pool owns the memory of new lists.
+    Returns None while a graph is captured: the memory of new lists belongs to the graph.
     """
     if device.type != "cuda":
         return 0

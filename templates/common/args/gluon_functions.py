@@ -127,7 +127,7 @@ class GluonWriter(Writer):
     language, leaves, existing, types = "gl", _LEAVES, _EXISTING, _TYPES
     # The place of blocks, the arguments of their functions before those of a tile, and names of their values.
     walked = Op.KEY
-    arguments: tuple[str, ...] = ("n_block", "n_offsets", "seqlen_kv", "origin")
+    arguments: tuple[str, ...] = ("n_block", "n_offsets", "seqlen_q", "seqlen_kv", "origin")
     prefixes = ("", "", "key", "pair")
     # Distances from `origin` of the columns that a thread computes, which differ by constants.
     distances = (
@@ -168,8 +168,6 @@ class GluonWriter(Writer):
             definitions.append(self._mask_function(block))
             self.parts["mask"] = ", ".join(block.inputs)
         definitions += self._further_functions()
-        if self.walked is Op.KEY and any("seqlen_q - 1" in text for text in (*self.tile, *definitions)):
-            self.tile.insert(0, "seqlen_q = this.seqlen_q")
         self.parts["functions"] = "\n\n".join(text.strip("\n") + "\n" for text in definitions if text)
         self.parts["constants"] = "\n".join(constants)
         self.parts["rows"] = "\n".join(self.tile)
@@ -264,8 +262,6 @@ class GluonWriter(Writer):
     def _definition(self, name: str, block: Block, tile: str, last: list[str], explanation: str) -> str:
         """Returns the definition of a function of a tile of this name, with these last lines."""
         lines = [*block.lines, *last]
-        if "seqlen_q" not in self.arguments and any("seqlen_q - 1" in line for line in lines):
-            block.inputs["seqlen_q"] = None
         inputs = ", ".join((tile, *self.arguments, *block.inputs))
         header = f"@gluon.jit\ndef {name}({inputs}):"
         if len(inputs) > 80:

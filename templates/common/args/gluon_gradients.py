@@ -47,7 +47,7 @@ class GradientWriter(GluonWriter):
 
     def __init__(self, functions: Derivatives) -> None:
         super().__init__(functions)
-        # A value whose text names the head, or another such value, is one of a head.
+        # A value is one of a head if its text names the head, or another such value.
         varying, lines = {_LEAVES[Op.HEAD]}, dict.fromkeys(("keys", "heads"), "")
         for line in self.parts["rows"].splitlines():
             name, text = line.split(" = ", 1)
@@ -72,7 +72,7 @@ class GradientWriter(GluonWriter):
 
     @property
     def held(self) -> list[int]:
-        """The numbers of elements of captured tensors whose derivative depends on the score."""
+        """The numbers of elements of captured tensors with a derivative that depends on the score."""
         slopes = [element.slope for element in self.functions.elements]
         return [number for number, slope in enumerate(slopes) if self.depends_on_score(slope)]
 

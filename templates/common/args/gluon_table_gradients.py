@@ -1,9 +1,10 @@
 """Gluon code that adds gradients to those of captured tensors, where keys stay and queries are walked.
 
 The buffer `dtables` has the gradients of all captured tensors that have one, one after the other. Sums for
-loads whose index does not depend on the query are kept for each key, until the head ends.
+loads with an index that does not depend on the query are kept for each key, until the head ends.
 """
 
+import functools
 import re
 
 from flashtune.core.expressions.derivative import Derivatives
@@ -30,6 +31,8 @@ def add_by_keys(gradient, places, change):
     gl.atomic_add(gradient + places, change, mask=(least != most)[:, None] & (change != 0.0), sem="relaxed")
 ''',
 }
+# Functions of which the code is kept.
+MAX_KEPT = 64
 # Names of sizes that a place needs.
 _SIZES = re.compile(r"(?:numbers|size)_\d+_\d+")
 
@@ -48,7 +51,7 @@ def gluon_gradient_lines(functions: Derivatives, part: str) -> str:
             if "plain" is not empty. "held" for names of derivatives that depend on the score. "start" for
             places of gradients and sums, and "end" for lines that add the sums of a head.
     """
-    return _ElementWriter(functions).parts.get(part, "")
+    return _writer(functions).parts.get(part, "")
 
 
 def can_add_elements(functions: Derivatives) -> bool:
@@ -57,9 +60,15 @@ def can_add_elements(functions: Derivatives) -> bool:
     They compute none if the index depends on the score. Derivatives may depend on it if that by the score is
     not 1: products with probabilities are kept of both.
     """
-    writer = _ElementWriter(functions)
+    writer = _writer(functions)
     loads = (element.load for element in functions.elements)
     return not any(map(writer.depends_on_score, loads)) and (functions.slope >= 0 or not writer.held)
+
+
+@functools.lru_cache(MAX_KEPT)
+def _writer(functions: Derivatives) -> "_ElementWriter":
+    """Returns the writer of functions. A kernel has many parts of it."""
+    return _ElementWriter(functions)
 
 
 class _ElementWriter(GradientWriter):

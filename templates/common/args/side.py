@@ -11,6 +11,8 @@ from flashtune.core.problem import Bias, Feature, Problem
 from flashtune.templates.common.args.arguments import pointer_type
 from flashtune.templates.family import Arguments
 
+# Captured values of score and mask functions.
+CAPTURED = ("function_ints", "function_floats", *TABLES)
 # Strides after those of q, k, v and out, by their extra input.
 SIDE_STRIDES = {
     "slopes": ("stride_slopes_b",),
@@ -81,8 +83,8 @@ def side_strides(problem: Problem, specialization: Specialization) -> Arguments:
 def side_names(parameters: Collection[str]) -> dict[str, list[str] | list[tuple[str, str]]]:
     """Returns the names that templates need of a kernel's extra inputs, from the parameters of all its steps.
 
-    `side_names` are tensors, `side_numbers` are passed by value, and `side_strides` has each stride with the
-    expression of the host that reads it.
+    `side_names` are tensors, with those of functions in `function_inputs`. `side_numbers` are passed by
+    value, and `side_strides` has each stride with the expression of the host that reads it.
     """
     tensors = [name for name in TENSORS if name in parameters]
     strides = [
@@ -91,4 +93,10 @@ def side_names(parameters: Collection[str]) -> dict[str, list[str] | list[tuple[
         for axis, stride in enumerate(SIDE_STRIDES.get(tensor, ()))
     ]
     numbers = [name for name in NUMBERS if name in parameters]
-    return {"side_names": tensors, "side_numbers": numbers, "side_strides": strides}
+    captured = [name for name in tensors if name in CAPTURED]
+    return {
+        "side_names": tensors,
+        "function_inputs": captured,
+        "side_numbers": numbers,
+        "side_strides": strides,
+    }

@@ -55,7 +55,7 @@ Stages = list[tuple[str, tuple[int, ...], list[Any]]]
 
 
 def expected(kernel: Kernel, made: Any, tensors: Any) -> Stages:
-    """Returns each kernel's name, grid and arguments by the launch code. Names stand for changing ones."""
+    """Returns each kernel's name, grid and arguments by the launch code. Changing arguments are names."""
     code = launch_code(kernel)
     plan = plan_launch(kernel, code, _described(tensors), made.side)
     scratch = {name: torch.empty(shape, device="meta") for name, shape in plan.workspaces.items()}
