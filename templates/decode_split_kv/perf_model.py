@@ -10,6 +10,7 @@ from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Bias, KvScale, Problem
 from flashtune.core.target import KIB, Target
 from flashtune.templates.common.model.cost import BANDWIDTH_SHARE, combining_us
+from flashtune.templates.common.model.functions import loaded_bytes
 from flashtune.templates.common.model.sram import Engine, columns, engine_of, tiles_of
 from flashtune.templates.common.model.sram_stream import Stream
 from flashtune.templates.common.model.traffic import split_keys_items, unpacked
@@ -155,6 +156,7 @@ def expected_sram(problem: Problem, config: DecodeConfig, target: Target) -> int
         numbers = 3 if stored and problem.kv_scale is KvScale.PAGE else 1
         total += (config.num_stages - 1) * config.block_n * numbers * WORD
     total += config.block_m * (columns(q_chunks) * size + WORD)
+    total += max(1, config.num_stages - 1) * loaded_bytes(problem, config.block_m, config.block_n)
     if stored and not (engine is Engine.WARP and loads_pairs(problem, config, Specialization())):
         # At most two tiles of keys are in SRAM after their conversion.
         converted = values if engine is Engine.WARP else max(sum(widths[-2:]), values)

@@ -18,6 +18,7 @@ from flashtune.templates.registry import families
 from flashtune.templates.rendering import render
 from tests.gpu.random.random_problems import DRAWN
 from tests.problems.decode import FAMILY, LATENT, a_problem
+from tests.problems.function_cases import FUNCTIONS
 
 # Draws of a problem for each family and GPU; a family may not compute some of them.
 DRAWS = 1000
@@ -94,6 +95,7 @@ REDUCED: dict[str, tuple[str, dict[str, Any]]] = {
     "latent": ("b200", {**LATENT, "heads": 64}),
     "int8 in tensor memory": ("b200", {"kv_dtype": KvDtype.INT8, "heads": 512}),
     "wide latent": ("h200", {**LATENT, "head_dim": 640, "heads": 64}),
+    "elements of pairs": ("h200", {"heads": 512, "functions": FUNCTIONS["relative bias"]}),
     "bias": ("h200", {"head_dim": 256, "value_head_dim": 256, "heads": 512, "bias": Bias.ADDITIVE}),
 }
 

@@ -14,10 +14,11 @@ The gradients are
     dq = scale·dS·K     dk = scale·dSᵀ·Q                      dv = Pᵀ·dO
 
 `plain`     The error of the low-precision reference in this row. It rounds P to the inputs' dtype before the
-            product with dO, and dS before the products with K and Q. With a softcap, and with head dims above
-            128, it computes dS from P in 16 bits with the range of float32. Kernels hold no more bits there
-            until dP is known. It computes delta from the rounded output. Scores, probabilities and products
-            are float32 otherwise, and results are rounded once.
+            product with dO, and dS before the products with K and Q. It computes dS from P in 16 bits with
+            the range of float32 in three cases: with a softcap, with a score function that scales scores, and
+            with head dims above 128. Kernels hold no more bits there until dP is known. It computes delta
+            from the rounded output. Scores, probabilities and products are float32 otherwise, and results are
+            rounded once.
 `typical`   The error of the same roundings if nothing cancels. u is the unit roundoff of the inputs' dtype, f
             that of float32:
             - Each dS (each P for dv) is rounded once, independently: u·sqrt(Σ dS²k²).
@@ -52,6 +53,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flashtune.core.expressions.derivative import derivatives
 from flashtune.core.problem import Dtype, Problem
 from flashtune.verification.tolerance import (
     ADDING_STEPS,
@@ -71,7 +73,7 @@ FACTOR = 2.0
 BF16_KEYS_FACTOR = 3.0
 # Roundoffs of a log-sum-exp's magnitude: it is rounded, converted to log2 units and subtracted.
 LSE_STEPS = 4.0
-# Head dims above this one, and problems with a softcap, have P in 16 bits when dS is computed.
+# Problems with head dims above this one have P in 16 bits when dS is computed.
 MAX_FLOAT32_P_DIM = 128
 # Factor of P in 16 bits. Products with P below 2^-26 lose bits of fp16.
 P_SCALE = 2.0**12
@@ -131,7 +133,8 @@ def query_errors(problem: Problem, sizes: Sizes, softcap: float) -> QueryErrors:
 def keeps_low_p(problem: Problem) -> bool:
     """Returns whether kernels may compute dS from P in the inputs' dtype."""
     widest = max(problem.head_dim, problem.value_head_dim)
-    return not problem.dtype.is_float32 and (problem.softcap or widest > MAX_FLOAT32_P_DIM)
+    is_scaled = problem.softcap or derivatives(problem.functions).slope >= 0
+    return not problem.dtype.is_float32 and (is_scaled or widest > MAX_FLOAT32_P_DIM)
 
 
 class Gradient(NamedTuple):
