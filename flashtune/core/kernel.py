@@ -123,9 +123,10 @@ class Kernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
         return tuple(name for name in ExtraInputs._fields if name in taken)
 
     def writes(self, name: str) -> bool:
-        """Returns whether the kernel or one of its steps has an argument of this name."""
+        """Returns whether the kernel or one of its steps has an argument of this name, or its descriptor."""
         signatures = (self.arguments, *(step.arguments for step in self.steps))
-        return any(argument.name == name for arguments in signatures for argument in arguments)
+        names = name, f"{name}_desc"
+        return any(argument.name in names for arguments in signatures for argument in arguments)
 
     @property
     def steps(self) -> tuple[Step, ...]:

@@ -9,7 +9,7 @@ Config       block_m 64, block_n 128, num_stages 2, do_stages 2, ds_stages 2, ea
              defer_dp_wait True, early_dk True, init_accumulators True, defer_dq True, alternate_dq True,
              stagger_start False, interleaved_heads 1
 Assumes      addresses and strides that are multiples of 16 bytes
-Template     backward_hopper 234ce3a0060b
+Template     backward_hopper 278da5fb757c
 
 Algorithm
   prepare:   delta = rowsum(dout * out); sums of dq = 0

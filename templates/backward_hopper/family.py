@@ -4,7 +4,7 @@ from flashtune.core.config import LaunchOptions, Space
 from flashtune.core.expressions.derivative import derivatives
 from flashtune.core.expressions.nodes import Op
 from flashtune.core.kernel import Specialization, Step
-from flashtune.core.problem import Causal, Direction, Dtype, Feature, Problem
+from flashtune.core.problem import Bias, Causal, Direction, Dtype, Feature, Problem
 from flashtune.core.target import Target
 from flashtune.templates.backward_hopper.arguments import (
     finish_arguments,
@@ -31,7 +31,8 @@ from flashtune.templates.backward_hopper.space import (
     width_of,
 )
 from flashtune.templates.common.args.arguments import WIDEST_SWIZZLE
-from flashtune.templates.common.args.gluon_table_gradients import can_add_elements
+from flashtune.templates.common.args.backward_portable import bias_gradient
+from flashtune.templates.common.args.gluon_table_gradients import can_add_elements, keeps_products
 from flashtune.templates.common.args.problem_context import bound, problem_values
 from flashtune.templates.common.model.sram import MIN_DOT_WIDTH
 from flashtune.templates.family import Arguments, Context, FamilyOf
@@ -69,6 +70,7 @@ class BackwardHopper(HopperBackwardModel, FamilyOf[HopperBackwardConfig]):
         {
             *(Feature.DETERMINISTIC, Feature.DROPOUT, Feature.WINDOW),
             *(Feature.SOFTCAP, Feature.SINKS, Feature.PACKED, Feature.BLOCK_MASK, Feature.FUNCTIONS),
+            Feature.BIAS,
         }
     )
     direction = Direction.BACKWARD
@@ -102,10 +104,10 @@ class BackwardHopper(HopperBackwardModel, FamilyOf[HopperBackwardConfig]):
             return "backward_hopper takes no deterministic gradient of a captured tensor"
         if not can_add_elements(derivatives(problem.functions)):
             return "backward_hopper takes no gradient of a captured tensor of which scores select elements"
-        return None
+        return None if problem.bias is Bias.NONE else _bias_trouble(problem)
 
     def can_address(self, dtype: Dtype, specialization: Specialization) -> bool:
-        return specialization.takes_descriptors(dtype)
+        return specialization.takes_descriptors(dtype) and specialization.copies_bias is not False
 
     def space(self, problem: Problem, target: Target) -> Space:
         return hopper_backward_space(problem)
@@ -160,13 +162,16 @@ class BackwardHopper(HopperBackwardModel, FamilyOf[HopperBackwardConfig]):
             "p_exponent": P_EXPONENT,
             # Functions with their derivatives. That of the changed score by the score may be 1.
             "functions": derived,
-            "has_slope": problem.softcap or derived.slope >= 0,
+            "has_slope": problem.softcap or keeps_products(derived),
+            # Gradients of scores are stored as those of the bias.
+            "writes_dbias": bool(bias_gradient(problem, specialization)),
             # Parts of a block of queries of which functions are computed in turn.
-            "function_parts": 2 if derived.elements or (width == NARROW and derived.slope >= 0) else 1,
+            "function_parts": 2 if derived.elements or (width == NARROW and keeps_products(derived)) else 1,
             # Programs add to gradients of captured tensors.
             "table_piece": TABLE_PIECE,
             "writes_tables": bool(derived.elements),
-            "reads_head": any(node.op is Op.HEAD for node in derived.nodes),
+            "reads_head": any(node.op is Op.HEAD for node in derived.nodes)
+            or bool(bias_gradient(problem, specialization)),
             "has_tanh": any(node.op is Op.TANH for node in derived.nodes),
             "is_narrow": width == NARROW,
             # Warpgroups divide the products, not the keys.
@@ -194,7 +199,7 @@ class BackwardHopper(HopperBackwardModel, FamilyOf[HopperBackwardConfig]):
             "init_scores": starts_at_lse(problem, config),
             "init_delta": config.init_accumulators and not problem.dropout,
             # Rows of a head in workspace_0.
-            "stat_rows": 4 if problem.dropout else 2,
+            "stat_rows": 4 if problem.dropout else 3 if values["has_bias"] else 2,
             # Groups process different blocks of queries, and each adds all dq of its keys.
             "own_steps": own_steps,
             "alternate_dq": all_dq,
@@ -210,6 +215,17 @@ class BackwardHopper(HopperBackwardModel, FamilyOf[HopperBackwardConfig]):
             # Parts of a block of dq that are added separately.
             "dq_parts": 1 if all_dq else 2,
         }
+
+
+def _bias_trouble(problem: Problem) -> str | None:
+    """Returns why kernels do not compute the bias of a problem, or None."""
+    if problem.features != {Feature.BIAS} or problem.bias is Bias.BOOLEAN:
+        return "backward_hopper takes an additive bias without other features"
+    if max(problem.head_dim, problem.value_head_dim) > WIDE:
+        return f"backward_hopper takes a bias at head dims up to {WIDE}"
+    # TMA stores rows of its gradient.
+    is_stored = problem.seqlen_kv % COLUMN_STEP == 0
+    return None if is_stored else f"backward_hopper takes a bias of numbers of keys in steps of {COLUMN_STEP}"
 
 
 FAMILY = BackwardHopper()

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import msgspec
 
 from flashtune.core.kernel import Specialization
-from flashtune.core.problem import Problem
+from flashtune.core.problem import Bias, Problem
 from flashtune.core.target import Target
 from flashtune.templates.backward_hopper.space import (
     ROWS,
@@ -49,6 +49,10 @@ PRODUCTS_SHARE = 0.62
 TURNS_SHARE = 0.68
 # Time of a block with a softcap. Its exponentials and reciprocals do not overlap with all products.
 CAPPED = 1.4
+# Time of a block with a bias, which was not measured. Sums with it do not overlap with all products.
+BIASED = 1.15
+# A bias has slots and barriers for each group, and a row of sums.
+BIAS_SLOTS = 2
 # Number of products for each pair of a query and a key.
 PRODUCTS = 5
 # Rate of additions in the last-level cache over that of HBM.
@@ -74,13 +78,17 @@ class HopperBackwardModel(PerformanceModel[HopperBackwardConfig]):
         streamed = rings * (config.num_stages + config.do_stages)
         # Random words are loaded with dout.
         rows = streamed + (RANDOM_WORDS * rings * config.do_stages if problem.dropout else 0)
+        biases = BIAS_SLOTS if problem.bias is Bias.ADDITIVE else 0
+        rows += biases
         turns = TURNS if problem.deterministic else 0
         waits = SIDES * streamed + (of_slot + rings - 1) * config.ds_stages + others + turns
+        waits += SIDES * biases
         return (
             BytesItem(f"q, {rings * config.num_stages} in flight", rings * config.num_stages * tile),
             BytesItem(f"dout, {rings * config.do_stages} in flight", rings * config.do_stages * tile),
             BytesItem("k and v", 2 * config.block_n * width * size),
             BytesItem(f"{passed}, {config.ds_stages} in flight", config.ds_stages * scores),
+            *_bias_items("bias of each group", problem, biases * ROWS * config.block_m),
             BytesItem("log-sum-exp and delta of rows", rows * config.block_m * FLOAT32),
             BytesItem("barriers", waits * BARRIER_BYTES),
         )
@@ -99,6 +107,8 @@ class HopperBackwardModel(PerformanceModel[HopperBackwardConfig]):
         step = PRODUCTS * 2 * config.block_m * config.block_n * width / rate
         if problem.softcap:
             step *= CAPPED
+        if problem.bias is Bias.ADDITIVE:
+            step *= BIASED
         step *= 1.0 + share_of_functions(problem)
         # The program with the most blocks of queries; then all programs.
         left, right = problem.sight.left, problem.sight.right
@@ -115,6 +125,8 @@ class HopperBackwardModel(PerformanceModel[HopperBackwardConfig]):
         # Groups with steps of their own add the same blocks of dq one after another.
         rows *= 2 if has_own_steps(problem) else 1
         added = heads * rows * width * FLOAT32 / (target.hbm_bandwidth * 1e3 * ADDITION_RATE)
+        for item in _bias_items("bias and its gradient", problem, 2 * heads * int(rows) * config.block_n):
+            added += item.bytes / (target.hbm_bandwidth * 1e3 * BANDWIDTH_SHARE)
         if problem.deterministic:
             # Programs of a head that start at once wait for one another.
             busy += TURN * min(blocks, target.sm_count) / config.interleaved_heads
@@ -131,7 +143,17 @@ class HopperBackwardModel(PerformanceModel[HopperBackwardConfig]):
     def hbm_items(
         self, problem: Problem, config: HopperBackwardConfig, target: Target | None = None
     ) -> BytesItems:
-        return summed_items(unpacked(problem), config.block_m, config.block_n, width_of(problem), target)
+        pairs = problem.batch * problem.heads * cycled_queries(problem, config.block_m, config.block_n)
+        return (
+            *summed_items(unpacked(problem), config.block_m, config.block_n, width_of(problem), target),
+            *_bias_items("bias read, its gradient written", problem, 2 * pairs * config.block_n),
+        )
+
+
+def _bias_items(name: str, problem: Problem, elements: int) -> BytesItems:
+    """Returns an item with elements of an additive bias, if the problem has one."""
+    is_biased = problem.bias is Bias.ADDITIVE
+    return (BytesItem(name, elements * problem.dtype.itemsize),) if is_biased else ()
 
 
 def _visible_tiles(problem: Problem, config: HopperBackwardConfig) -> float:

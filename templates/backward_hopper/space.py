@@ -5,7 +5,9 @@ from typing import Annotated
 import msgspec
 
 from flashtune.core.config import Axis, BlockSize, Config, Space, Stages
+from flashtune.core.expressions.derivative import derivatives
 from flashtune.core.problem import Causal, Problem
+from flashtune.templates.common.args.gluon_table_gradients import adds_tiles
 
 GROUP_WARPS = 4
 # Keys of a group's gradients, the rows of one matrix instruction. There are two groups.
@@ -76,6 +78,14 @@ def has_own_steps(problem: Problem) -> bool:
     return problem.block_mask == ROWS and width_of(problem) != WIDEST
 
 
+def has_small_blocks(problem: Problem) -> bool:
+    """Returns whether the default block has 64 queries although the tile is narrow.
+
+    Terms of gradients of captured tensors in blocks of 128 spilled 100 to 1100 bytes a thread.
+    """
+    return width_of(problem) == NARROW and adds_tiles(derivatives(problem.functions))
+
+
 def query_parts(problem: Problem, config: HopperBackwardConfig) -> int:
     """Returns the blocks of a block mask in a block of queries: 1 where a block of the mask is larger."""
     return max(1, config.block_m // problem.block_mask) if problem.block_mask else 1
@@ -91,13 +101,23 @@ def hopper_backward_space(problem: Problem) -> Space:
     if width == WIDEST:
         return Space(HopperBackwardConfig, (*_widest_axes(problem), *begins))
     own = has_own_steps(problem)
+    small = has_small_blocks(problem) and not own
     axes = (
         Axis("num_warps", (GROUP_WARPS,)),
-        Axis("block_m", (ROWS, BLOCK_QUERIES[width]) if own and width == NARROW else (BLOCK_QUERIES[width],)),
+        Axis(
+            "block_m",
+            (ROWS, BLOCK_QUERIES[width]) if width == NARROW and (own or small) else (BLOCK_QUERIES[width],),
+        ),
         Axis("num_stages", (2, 3, 4)),
         Axis("do_stages", (2, 3, 4)),
-        Axis("defer_dq", (False,) if own else (False, True), False),
-        Axis("alternate_dq", (False, True), False, lambda chosen: chosen["defer_dq"] is True),
+        # Halves of dq need 128 queries.
+        Axis("defer_dq", (False,) if own else (True,) if small else (False, True), False),
+        Axis(
+            "alternate_dq",
+            (True,) if small else (False, True),
+            False,
+            lambda chosen: chosen["defer_dq"] is True,
+        ),
         Axis("ds_stages", (1, 2, 3)),
         # Random words and all of dq of a block leave no registers for prefetched probabilities.
         Axis(
@@ -168,12 +188,13 @@ def usual_config(problem: Problem) -> HopperBackwardConfig:
     # At a width of 64, random words take the registers that alternating groups need.
     own = has_own_steps(problem)
     turns = (width == WIDE or (narrow and not problem.dropout)) and not own
+    small = own or has_small_blocks(problem)
     return HopperBackwardConfig(
         num_warps=GROUP_WARPS,
-        num_stages=3 if own and narrow else 2,
-        do_stages=3 if own and narrow else 2,
+        num_stages=3 if small and narrow else 2,
+        do_stages=3 if small and narrow else 2,
         # As many queries as a block of the mask, so that no hidden ones are computed.
-        block_m=ROWS if own else BLOCK_QUERIES[width],
+        block_m=ROWS if small else BLOCK_QUERIES[width],
         block_n=ROWS if width == WIDEST else GROUPS * ROWS,
         # Groups with steps of their own have tiles of their own.
         ds_stages=1 if own else 2,

@@ -3,8 +3,9 @@
 from flashtune.core.target import Target
 from flashtune.templates.registry import find_family
 from tests.mutants import serving_size as serving
-from tests.mutants import third_tiles
+from tests.mutants import small_errors, third_tiles
 from tests.mutants.backward_hopper import (
+    backward_hopper_biases,
     backward_hopper_blocks,
     backward_hopper_features,
     backward_hopper_figures,
@@ -63,6 +64,8 @@ def interpreted_mutants() -> tuple[Mutant, ...]:
         *third_tiles.plain(INTERPRETED),
         *third_tiles.serving(serving.INTERPRETED),
         *third_tiles.gradients(backward.INTERPRETED),
+        *small_errors.forward(),
+        *small_errors.backward(),
     )
 
 
@@ -155,6 +158,8 @@ def gluon_mutants() -> tuple[Mutant, ...]:
         *backward_hopper_features.sinks(),
         *backward_hopper_blocks.blocks(),
         *backward_hopper_blocks.listings(),
+        *backward_hopper_biases.biases(),
+        *backward_hopper_biases.bias_steps(),
         *backward_hopper_functions.functions(),
         *backward_hopper_figures.statistics(),
         *backward_hopper_figures.products(),

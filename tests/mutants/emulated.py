@@ -5,8 +5,12 @@ Most races do not show in the emulator, and it does not run inline PTX.
 
 from collections.abc import Iterable
 
-from tests.mutants import third_tiles
-from tests.mutants.backward_hopper import backward_hopper_blocks, backward_hopper_features
+from tests.mutants import small_errors, third_tiles
+from tests.mutants.backward_hopper import (
+    backward_hopper_biases,
+    backward_hopper_blocks,
+    backward_hopper_features,
+)
 from tests.mutants.catalogue import gluon_mutants
 from tests.mutants.core import Mutant
 from tests.mutants.forward_hopper import (
@@ -88,12 +92,14 @@ def emulated_mutants() -> tuple[Mutant, ...]:
         *hopper_blocks.early(),
         *steady(pages),
         *backward_hopper_blocks.blocks(),
+        *backward_hopper_biases.biases(),
         *hopper_splits.splits(),
         *hopper_invariance.invariance(),
         *named("backward_hopper", BACKWARD_NAMES),
         *(mutant for mutant in steady(gradients) if not any(part in mutant.name for part in NOT_EMULATED)),
         *named("decode_latent_hopper", LATENT_NAMES),
         *third_tiles.gluon(),
+        *small_errors.gluon(),
     )
 
 

@@ -7,7 +7,8 @@ from flashtune.core.expressions.evaluation import evaluate
 from flashtune.core.expressions.nodes import Functions
 from flashtune.core.features.functions import captured_values
 from flashtune.core.features.records import ExtraInputs
-from flashtune.request.functions.block_lists import Extents, Lists, ordered_lists
+from flashtune.request.functions.block_lists import Lists, ordered_lists
+from flashtune.request.functions.built_in import Extents
 
 
 def exact_lists(functions: Functions, extents: Extents, captured: ExtraInputs, device: torch.device) -> Lists:

@@ -189,7 +189,8 @@ def _attend(problem: Problem, sequence: Sequence, side: ExtraInputs, scale: floa
         if problem.bias is Bias.BOOLEAN:
             seen = seen & laid
         else:
-            scores = scores + laid.double()
+            # Autograd has NaNs in rows of minus infinity, except for hidden ones.
+            seen, scores = seen & ~laid.isneginf(), scores + laid.double()
     if problem.block_mask:
         seen = seen & listed(problem, side, sequence.number, heads, queries, keys)
     if problem.functions:

@@ -47,6 +47,7 @@ class GradientWriter(GluonWriter):
 
     def __init__(self, functions: Derivatives) -> None:
         super().__init__(functions)
+        self.parts.setdefault("slope", "")
         # A value is one of a head if its text names the head, or another such value.
         varying, lines = {_LEAVES[Op.HEAD]}, dict.fromkeys(("keys", "heads"), "")
         for line in self.parts["rows"].splitlines():
@@ -63,18 +64,42 @@ class GradientWriter(GluonWriter):
         results = [self._of_pairs(block, self._sum(block, functions.score))]
         explanation = "Returns scores after the score function."
         if functions.slope >= 0:
-            results.append(self._operand(block, functions.slope, 3))
-            explanation = "Returns scores after the score function, and its derivative by the score."
+            slope = self._row(functions.slope)
+            if self.forms[functions.slope] == 0:
+                self.parts["slope"] = slope.text
+            else:
+                results.append(self._operand(block, functions.slope, 3))
+                explanation = "Returns scores after the score function, and its derivative by the score."
         if self.held:
             explanation = "Returns scores after the score function, and its derivatives."
-        results += (self._operand(block, functions.elements[number].slope, 3) for number in self.held)
+        results += (self._operand(block, place, 3) for place in self.held)
         return self._definition("change_scores", block, "s", [f"return {', '.join(results)}"], explanation)
 
     @property
     def held(self) -> list[int]:
-        """The numbers of elements of captured tensors with a derivative that depends on the score."""
-        slopes = [element.slope for element in self.functions.elements]
-        return [number for number, slope in enumerate(slopes) if self.depends_on_score(slope)]
+        """The distinct parts of derivatives by elements of captured tensors that depend on the score."""
+        parts = [self.divided(element.slope)[0] for element in self.functions.elements]
+        return [part for part in dict.fromkeys(parts) if part >= 0]
+
+    def divided(self, place: int) -> tuple[int, list[tuple[Op, int]]]:
+        """Returns the part of a product that depends on the score, and operations by its other operands.
+
+        The part is -1 if the value does not depend on the score.
+        """
+        if not self.depends_on_score(place):
+            return -1, [(Op.MULTIPLY, place)]
+        node = self.functions.nodes[place]
+        if node.op is Op.NEGATE:
+            part, operations = self.divided(node.operands[0])
+            return part, [*operations, (Op.NEGATE, -1)]
+        if node.op in (Op.MULTIPLY, Op.DIVIDE):
+            first, other = node.operands
+            if node.op is Op.MULTIPLY and not self.depends_on_score(first):
+                first, other = other, first
+            if not self.depends_on_score(other):
+                part, operations = self.divided(first)
+                return part, [*operations, (node.op, other)]
+        return place, []
 
     def _mask_function(self, block: Block) -> str:
         visible = self._operand(block, self.functions.mask, 3)

@@ -18,8 +18,9 @@ from flashtune.launch.compilation import load_module
 from flashtune.request.dropout import row_states
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
-from tests.mutants.backward_hopper import backward_hopper_features
-from tests.mutants.core import Mutant, broken
+from tests.mutants import small_errors
+from tests.mutants.backward_hopper import backward_hopper, backward_hopper_features, backward_hopper_figures
+from tests.mutants.core import Mutant, broken, rendered
 from tests.support.values import present
 
 FAMILY = find_family("backward_hopper")
@@ -187,7 +188,7 @@ def test_dq_sums_have_register_layout(widths: tuple[int, int], block_mask: int) 
     grid, integers = module.epilogue_plan(*planned)
     module.finish[grid](sums, dq, SCALE, *integers)
     expected = (right.reshape(2, 3, -1, width)[:, :, :QUERIES, : problem.head_dim] * SCALE).half()
-    torch.testing.assert_close(dq, expected)
+    torch.testing.assert_close(dq, expected, rtol=0.0, atol=0.0)
 
 
 @pytest.mark.parametrize(
@@ -237,11 +238,16 @@ def test_packed_dq_is_written_to_rows_of_sequences_only(width: int) -> None:
         for row in range(length):
             block = start // block_m + sequence + row // block_m
             expected[0, :, start + row] = (numbers[:, block] * 0.5).half()
-    torch.testing.assert_close(dq, expected, equal_nan=True)
+    torch.testing.assert_close(dq, expected, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+def relative_error(made: Tensor, right: Tensor) -> float:
+    """The largest error relative to the largest number; infinite for NaN."""
+    return float(((made - right).abs().max() / right.abs().max()).nan_to_num(nan=math.inf))
 
 
 def sink_errors(kernel: Kernel, problem: Problem) -> float:
-    """The largest error of the gradients of sinks, which prologue and epilogue compute; infinite for NaN."""
+    """The relative error of the gradients of sinks, which prologue and epilogue compute."""
     side: tuple[Tensor, ...] = (torch.tensor([0.5, -math.inf, 2.0]),)
     starts = starts_of(LENGTHS) if problem.packed else None
     tensors = tensors_of(problem, starts)
@@ -261,7 +267,7 @@ def sink_errors(kernel: Kernel, problem: Problem) -> float:
     delta = products(tensors).double() - dlse
     taken = torch.exp(side[0][:, None] - lse.double()).masked_fill(lse.isneginf(), 0.0) * delta
     expected = torch.stack([-taken[batch, :, own].sum(-1) for batch, own in rows])
-    return float((dsinks - expected).abs().max().nan_to_num(nan=math.inf))
+    return relative_error(dsinks, expected)
 
 
 @pytest.mark.sampled
@@ -272,9 +278,46 @@ def test_gradients_of_sinks_are_sums_of_their_sequence(
     width: int, shape: functools.partial[Problem], deterministic: bool
 ) -> None:
     problem = shape(head_dim=width, sinks=True, deterministic=deterministic)
-    assert sink_errors(kernel_of(problem, lse=True), problem) < 1e-3
+    assert sink_errors(kernel_of(problem, lse=True), problem) < 1e-5
 
 
 @pytest.mark.parametrize("mutant", backward_hopper_features.sinks(), ids=lambda mutant: mutant.name)
 def test_wrong_gradients_of_sinks_are_found(mutant: Mutant) -> None:
-    assert not sink_errors(broken(mutant), mutant.subject.problem) < 1e-3
+    assert not sink_errors(broken(mutant), mutant.subject.problem) < 1e-5
+
+
+# Mutants of prologue and epilogue in one kernel.
+OF_STEPS = [
+    *small_errors.steps(),
+    *(
+        mutant
+        for mutant in (*backward_hopper_figures.statistics(), *backward_hopper_figures.products())
+        if mutant.subject == backward_hopper.CAUSAL
+        and mutant.patches[0].part in {backward_hopper.PREPARE, backward_hopper.FINISH}
+    ),
+]
+
+
+def step_error(kernel: Kernel) -> float:
+    """The largest relative error of statistics and dq."""
+    tensors = tuple(tensor.float() for tensor in tensors_of(dense(head_dim=128)))
+    lse = 5.0 + torch.rand(2, 3, QUERIES)
+    stats, sums = prepared(kernel, tensors, lse, SCALE)
+    rows = stats.reshape(2, 3, 2, -1)[..., :QUERIES]
+    module = load_module(kernel)
+    grid, integers = module.epilogue_plan(*tensors)
+    # Each block has one number, so that the order of registers does not matter.
+    numbers = torch.randn(*sums.shape[:2], 1)
+    module.finish[grid](numbers.expand_as(sums).contiguous(), tensors[5], SCALE, *integers)
+    dq = numbers.repeat_interleave(64, 1).reshape(2, 3, -1, 1)[:, :, :QUERIES] * SCALE
+    pairs = (rows[:, :, 0], -lse / SCALE), (rows[:, :, 1], -products(tensors)), (tensors[5], dq)
+    return max(relative_error(made, right) for made, right in pairs)
+
+
+def test_prologue_and_epilogue_have_errors_of_float32() -> None:
+    assert step_error(rendered(backward_hopper.CAUSAL)) < 1e-6
+
+
+@pytest.mark.parametrize("mutant", OF_STEPS, ids=lambda mutant: mutant.name)
+def test_mutants_of_prologue_and_epilogue_are_wrong(mutant: Mutant) -> None:
+    assert not step_error(broken(mutant)) < 1e-6

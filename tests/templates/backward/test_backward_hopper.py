@@ -10,7 +10,7 @@ from triton.language import str_to_ty
 from triton.runtime.jit import mangle_type
 
 from flashtune.core.kernel import Alignment, Specialization
-from flashtune.core.problem import Causal, Direction, Dtype, Problem
+from flashtune.core.problem import Bias, Causal, Direction, Dtype, Problem
 from flashtune.core.target import find_target
 from flashtune.launch.compilation import compile_kernel, load_module
 from flashtune.templates.backward_hopper.space import HopperBackwardConfig
@@ -91,6 +91,9 @@ def test_launch_grids_follow_lengths(
         ({"head_dim": 192, "value_head_dim": 128}, "head dims of q and v above 128 only where they are one"),
         ({"dtype": Dtype.FP32}, "bf16 and fp16"),
         ({"alibi": True}, "has no alibi"),
+        ({"bias": Bias.BOOLEAN}, "an additive bias without other features"),
+        ({"bias": Bias.ADDITIVE, "softcap": True, "seqlen_kv": 1104}, "additive bias without other features"),
+        ({"bias": Bias.ADDITIVE, "seqlen_kv": 1100}, "numbers of keys in steps of 8"),
         ({"softcap": True, "dropout": True}, "drops weights without a softcap"),
         ({"head_dim": 192, "value_head_dim": 192, "dropout": True}, "drops weights of head dims up to 128"),
         ({"direction": Direction.FORWARD}, "computes the backward pass"),
@@ -192,9 +195,9 @@ BLOCKS: tuple[dict[str, Any], ...] = tuple(
 )
 
 
-def check_default_config(problem: Problem, spilled: int, lse: bool = False) -> None:
+def check_default_config(problem: Problem, spilled: int, specialization: Specialization = PLAIN) -> None:
     """Compiles the default config, of which `spilled` bytes may be spilled."""
-    kernel = kernel_of(problem, Specialization(lse=lse))
+    kernel = kernel_of(problem, specialization)
     main, prologue, epilogue = (part.resources for part in read_parts(kernel, H200))
     model = sum(item.bytes for item in FAMILY.sram_items(problem, FAMILY.default(problem, H200), H200, PLAIN))
     # The compiler adds the exchange between roles and aligns what it allocates.
@@ -204,8 +207,8 @@ def check_default_config(problem: Problem, spilled: int, lse: bool = False) -> N
     assert main.warps == 12
     assert not main.serialized_wgmma
     assert main.spill_bytes <= spilled
-    # The prologue of a block mask holds the lists of many blocks in a loop.
-    assert prologue.spill_bytes <= (40 if problem.block_mask else 0)
+    # The prologue of a block mask holds the lists of many blocks in a loop, and that of a bias sums scores.
+    assert prologue.spill_bytes <= (40 if problem.block_mask else 24 if problem.bias is Bias.ADDITIVE else 0)
     assert epilogue.spill_bytes == 0
 
 
@@ -217,7 +220,7 @@ def check_default_config(problem: Problem, spilled: int, lse: bool = False) -> N
 def test_default_config_has_asynchronous_wgmma(
     head_dim: int, causal: dict[str, Any], order: dict[str, Any]
 ) -> None:
-    check_default_config(a_problem(head_dim, **causal, **order), 16, lse=True)
+    check_default_config(a_problem(head_dim, **causal, **order), 16, Specialization(lse=True))
 
 
 @pytest.mark.slow
@@ -244,6 +247,44 @@ def test_features_have_asynchronous_wgmma(
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_block_masks_have_asynchronous_wgmma(head_dim: int, blocks: dict[str, Any]) -> None:
     check_default_config(a_problem(head_dim, **blocks), 16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("causal", CAUSAL, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+def test_biases_have_asynchronous_wgmma(head_dim: int, causal: dict[str, Any], trained: bool) -> None:
+    problem = a_problem(head_dim, bias=Bias.ADDITIVE, **causal)
+    specialization = PLAIN if trained else Specialization(constant_bias=True)
+    check_default_config(problem, 24 if head_dim == 64 else 8, specialization)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_tiles_of_a_bias_are_loaded_and_stored_transposed(head_dim: int) -> None:
+    ptx = str(compile_kernel(kernel_of(a_problem(head_dim, bias=Bias.ADDITIVE)), H200).asm["ptx"])
+    # A warp of each of two groups has 16 keys. An instruction moves four matrices of 8 by 8.
+    matrices = 2 * (128 if head_dim == 64 else 64) // 16
+    assert ptx.count("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16") == matrices
+    assert ptx.count("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16") == matrices
+
+
+def test_a_shared_bias_is_described_once() -> None:
+    problem = a_problem(64, bias=Bias.ADDITIVE, seqlen_kv=1104)
+    shared = torch.empty(1, 1, 1000, 1120, dtype=torch.bfloat16, device="meta")[..., :1104]
+    planned = (*like(problem), shared.expand(2, 8, -1, -1))
+    kernel = kernel_of(problem)
+    # Its descriptor is the only argument without a causal mask.
+    assert kernel.writes("dbias")
+    module = load_module(kernel)
+    assert module.launch_plan(*planned)[2][-2:] == (1, 1)
+    made = module.descriptors(*planned, *[torch.empty(8, 8, device="meta")] * 2)
+    (bias,), (gradient,) = made["bias"], made["dbias"]
+    assert (bias.shape, bias.strides[2:]) == ([1, 1, 1000, 1104], [1120, 1])
+    assert (gradient.shape, gradient.strides) == ([2, 8, 1000, 1104], [8 * 1104000, 1104000, 1104, 1])
+    declared = [argument for argument in kernel.arguments if argument.type.startswith("tensordesc")]
+    flat = [descriptor for parts in made.values() for descriptor in parts]
+    types = [str_to_ty(mangle_type(descriptor), None) for descriptor in flat]
+    assert types == [str_to_ty(argument.type, None) for argument in declared]
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from torch import Tensor
 from flashtune import testing
 from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.kernel import Kernel, Specialization
-from flashtune.core.problem import Causal, Problem
+from flashtune.core.problem import Bias, Causal, Problem
 from flashtune.core.target import find_target
 from flashtune.launch.compilation import load_module
 from flashtune.request.dropout import row_states
@@ -23,6 +23,7 @@ from flashtune.templates.backward_hopper.space import HopperBackwardConfig, has_
 from flashtune.templates.registry import find_family
 from flashtune.templates.rendering import render
 from tests.emulator.backward import BackwardProgram, Sums, emulate_backward
+from tests.emulator.hardware import Array
 from tests.emulator.program import functions_of
 from tests.emulator.step_lists import steps_of_blocks
 from tests.problems.block_lists import visible_blocks, with_lists
@@ -128,7 +129,21 @@ def extra_inputs(problem: Problem, lengths: Lengths | None) -> ExtraInputs:
         side = side._replace(sinks=torch.linspace(-1.0, 4.0, problem.heads))
     if problem.dropout:
         side = side._replace(seed=SEED, dropout=DROPOUT)
+    if problem.bias is Bias.ADDITIVE:
+        side = side._replace(bias=a_bias(problem))
     return with_lists(side, listed_blocks(problem)) if problem.block_mask else side
+
+
+def a_bias(problem: Problem) -> Tensor:
+    """A bias that batches share, and heads if they are odd. It hides keys and a row. Its rows are padded."""
+    heads = 1 if problem.heads % 2 else problem.heads
+    chance = torch.Generator().manual_seed(2)
+    bias = torch.randn(
+        1, heads, problem.seqlen_q, problem.seqlen_kv + 8, generator=chance, dtype=torch.float64
+    )
+    bias[bias > 1.5] = -math.inf
+    bias[:, :, 3] = -math.inf
+    return bias[..., :-8].expand(problem.batch, problem.heads, -1, -1).requires_grad_()
 
 
 def listed_blocks(problem: Problem) -> Tensor:
@@ -144,13 +159,12 @@ def listed_blocks(problem: Problem) -> Tensor:
 def statistics(
     problem: Problem, config: HopperBackwardConfig, lse: Tensor, delta: Tensor, places: tuple[Tensor, int]
 ) -> Tensor:
-    """Returns the rows that the prologue writes, [batch * heads, 2 or 4, queries in whole blocks].
+    """Returns the rows that the prologue writes, [batch * heads, 2 to 4, queries in whole blocks].
 
     `lse` and `delta`, the sum of out * dout, are [batch * heads, queries].
     """
-    stats = torch.zeros(
-        len(lse), 4 if problem.dropout else 2, places[1] * config.block_m, dtype=torch.float64
-    )
+    kinds = 4 if problem.dropout else 3 if problem.bias is Bias.ADDITIVE else 2
+    stats = torch.zeros(len(lse), kinds, places[1] * config.block_m, dtype=torch.float64)
     share = 1 - DROPOUT if problem.dropout else 1.0
     seen = torch.where(lse.isinf(), math.inf, lse + math.log(share))
     cap = CAP if problem.softcap else 0.0
@@ -158,6 +172,9 @@ def statistics(
     stats[:, 0, places[0]] = (
         -seen / SCALE if starts_at_lse(problem, config) else (cap - seen) * math.log2(math.e)
     )
+    if problem.bias is Bias.ADDITIVE:
+        # In natural units, less a part of the third row.
+        stats[:, 0, places[0]], stats[:, 2] = 0.25 - seen, -0.25 * math.log2(math.e)
     stats[:, 1, places[0]] = -delta * share
     if problem.dropout:
         heads, rows = torch.arange(len(lse))[:, None], torch.arange(stats.shape[2])
@@ -193,7 +210,8 @@ def emulated(
     side = extra_inputs(problem, lengths)
     out, lse = plain_attention(problem, q, k, v, side, SCALE)
     dout = torch.randn(out.shape, generator=chance, dtype=torch.float64)
-    dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout)
+    biases = () if side.bias is None else (side.bias,)
+    dq, dk, dv, *dbias = torch.autograd.grad(out, (q, k, v, *biases), dout)
     places = row_places(problem, config.block_m, lengths, spare)
     own = slice(0 if lengths is None else BEFORE, None)
     lse, delta = (rows.detach().flatten(0, 1)[:, own] for rows in (lse, (out * dout).sum(-1)))
@@ -211,6 +229,10 @@ def emulated(
     like = tuple(torch.empty(tensor.shape, dtype=torch.bfloat16, device="meta") for tensor in planned)
     not_passed = (side.sinks, side.block_counts, side.block_indices, side.full_counts, side.seed)
     like += tuple(tensor for tensor in not_passed if tensor is not None)
+    for bias in biases:
+        held = bias.detach().as_strided((bias.untyped_storage().nbytes() // 8,), (1,))
+        memory |= {"bias": held.numpy(), "dbias": cleared(problem, config.block_m)}
+        like += (torch.empty_strided(bias.shape, bias.stride(), dtype=torch.bfloat16, device="meta"),)
     of_rows = torch.empty(stats.flatten(0, 1).shape, device="meta")
     workspaces = 2 if problem.deterministic else 1
     beside = tuple(
@@ -226,7 +248,19 @@ def emulated(
         torch.testing.assert_close(written[:, :, before:end], right[:, :, before:end], **ALLOWED)
         assert written[:, :, :before].isnan().all()
         assert written[:, :, end:].isnan().all()
+    for right in dbias:
+        torch.testing.assert_close(torch.from_numpy(memory["dbias"]).view(right.shape), right, **ALLOWED)
     return sums
+
+
+def cleared(problem: Problem, block_m: int) -> Array:
+    """The gradient of a bias after the prologue: NaN without zeros for keys after each block of queries."""
+    rows, keys = torch.arange(problem.seqlen_q)[:, None], torch.arange(problem.seqlen_kv)
+    is_cut = problem.causal is not Causal.NONE
+    diagonal = problem.seqlen_kv - problem.seqlen_q if problem.causal is Causal.BOTTOM_RIGHT else 0
+    hidden = is_cut & (keys >= (rows // block_m + 1) * block_m + diagonal)
+    gradient = torch.where(hidden, 0.0, math.nan).double()
+    return gradient.repeat(problem.batch * problem.heads, 1, 1).flatten().numpy()
 
 
 @pytest.mark.slow
@@ -355,6 +389,24 @@ def test_softcap(head_dim: int, turns: bool) -> None:
 def test_sinks(head_dim: int) -> None:
     for changes in ({}, {"causal": Causal.BOTTOM_RIGHT, "window_left": 30, "softcap": True}):
         emulated(a_problem(head_dim, sinks=True, heads=4, kv_heads=2, **changes), 2)
+
+
+BIASED: tuple[dict[str, Any], ...] = (
+    {},
+    {"alternate_dq": False},
+    {"alternate_dq": False, "defer_dq": False, "stagger_start": False, "early_dk": False, "ds_stages": 1},
+)
+
+
+@pytest.mark.slow
+@pytest.mark.sampled
+@pytest.mark.parametrize("config", BIASED, ids=str)
+@pytest.mark.parametrize("causal", Causal)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_biases_have_gradients(head_dim: int, causal: Causal, config: dict[str, Any]) -> None:
+    for changes in ({}, {"heads": 3, "batch": 2}, {"heads": 4, "kv_heads": 4, "seqlen_kv": 120}):
+        problem = a_problem(head_dim, bias=Bias.ADDITIVE, causal=causal, **{"seqlen_kv": 192, **changes})
+        emulated(problem, 2, **config)
 
 
 EQUAL = [(64, 64), (1, 1), (0, 0), (200, 200), (129, 129), (0, 0), (97, 97)]

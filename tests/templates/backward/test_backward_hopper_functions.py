@@ -33,6 +33,8 @@ from tests.templates.backward.test_backward_hopper_emulated import (
 )
 
 KV_HEADS = 2
+# The emulator computes in float64.
+ALLOWED = 1e-11
 # Captured tensors, ints and floats.
 Captured = tuple[list[Tensor], list[int], list[float]]
 
@@ -174,7 +176,8 @@ TRAINED = (
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("name", CASES | MORE)
 def test_gradients_are_those_of_autograd(name: str, head_dim: int) -> None:
-    assert error_of_case(name, head_dim) < 1e-6
+    # The constants of gelu's derivative are in float32.
+    assert error_of_case(name, head_dim) < (1e-8 if name == "activation" else ALLOWED)
 
 
 @pytest.mark.slow
@@ -182,8 +185,8 @@ def test_gradients_are_those_of_autograd(name: str, head_dim: int) -> None:
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("name", TRAINED)
 def test_gradients_of_captured_tensors_are_those_of_autograd(name: str, head_dim: int) -> None:
-    assert error_of_case(name, head_dim, trains=True) < 1e-6
-    assert error_of_case(name, head_dim, trains=True, stagger_start=False, alternate_dq=False) < 1e-6
+    assert error_of_case(name, head_dim, trains=True) < ALLOWED
+    assert error_of_case(name, head_dim, trains=True, stagger_start=False, alternate_dq=False) < ALLOWED
 
 
 @pytest.mark.slow
@@ -194,7 +197,7 @@ def test_gradients_of_captured_tensors_are_those_of_autograd(name: str, head_dim
     ids=["deterministic", "common start", "start at zero"],
 )
 def test_other_orders(name: str, changes: dict[str, Any]) -> None:
-    assert error_of_case(name, 64, **changes) < 1e-6
+    assert error_of_case(name, 64, **changes) < ALLOWED
 
 
 @pytest.mark.slow
@@ -202,7 +205,7 @@ def test_other_orders(name: str, changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("size", [64, 128])
 def test_functions_with_block_masks(name: str, head_dim: int, size: int) -> None:
-    assert error_of_case(name, head_dim, block_mask=size, trains=True) < 1e-6
+    assert error_of_case(name, head_dim, block_mask=size, trains=True) < ALLOWED
 
 
 @pytest.mark.slow
@@ -213,6 +216,7 @@ def test_random_functions(seed: int) -> None:
     if seed % 2 and can_add_elements(derivatives(trained)):
         functions = trained
     captured = [random_tables(torch.Generator().manual_seed(seed))[place] for place in order]
+    # The constant of the error function's derivative is in float32.
     assert error_of(functions, (captured, [INTS[place] for place in ints], [*FLOATS]), 64) < 1e-6
 
 
@@ -223,10 +227,15 @@ MISTAKES = (
     ("alibi", "start = (m_start - origin", "start = (m_start + 1 - origin"),
     ("alibi", "element_0 += ", "element_0 = "),
     ("relative bias", "gl.minimum(32, pair_7)", "gl.minimum(31, pair_7)"),
-    ("relative bias", "(least == most) & (of_keys", "(of_keys"),
+    ("relative bias", "(least == most) & (of_warps", "(of_warps"),
     ("relative bias", "(least != most)[:, None] & (change", "(change"),
     ("softcap and window", "gl.where(p == 0.0, 0.0, p * slope)", "p"),
     ("gate", "term_0.to(gl.float32) * dp", "term_0.to(gl.float32)"),
+    (
+        "gate",
+        "add_to_queries_0(sums_of_queries(change), m_start",
+        "add_to_queries_0(sums_of_queries(change), 0",
+    ),
     ("temperature", "element_0 = gl.zeros_like(element_0)", "element_0 = element_0"),
     ("documents", "p = hide_by_function(", "_ = hide_by_function("),
 )

@@ -24,6 +24,8 @@ MUTANTS = emulated_mutants()
 REPEATS = {"backward_hopper: order: halves: one counter for both": 5}
 # Delay between the last copy of a tile and the index of the next tile, in seconds.
 LATE = 0.3
+# The emulator computes in float64.
+ALLOWED = 1e-11
 # Queries and keys of packed sequences.
 FORWARD_LENGTHS = [(200, 260), (130, 130), (70, 300)]
 BACKWARD_LENGTHS = [(70, 300), (0, 9), (150, 40), (5, 131), (130, 130)]
@@ -60,7 +62,7 @@ def assert_right_gradients(kernel: Kernel, subject: Subject) -> None:
     rendered = kernel, subject.config
     featured = problem.features or problem.packed
     shape = {"heads": 4, "kv_heads": 2, "batch": 1}
-    shape |= {"seqlen_q": 350, "seqlen_kv": 410} if featured else {"seqlen_q": 150, "seqlen_kv": 270}
+    shape |= {"seqlen_q": 350, "seqlen_kv": 408} if featured else {"seqlen_q": 150, "seqlen_kv": 270}
     shaped = msgspec.structs.replace(problem, **shape)
     if problem.packed:
         emulated(shaped, 3, BACKWARD_LENGTHS, spare=30, rendered=rendered)
@@ -73,13 +75,13 @@ def assert_right(kernel: Kernel, subject: Subject) -> None:
     if subject.family == "backward_hopper":
         assert_right_gradients(kernel, subject)
     elif subject.family == "decode_latent_hopper":
-        assert latent_error(kernel, subject) < 1e-6
+        assert latent_error(kernel, subject) < ALLOWED
     elif subject.problem.batch_invariant:
         assert not differing(kernel, subject.problem, rendered(FOLDED))
     elif subject.problem.page_size:
-        assert error_with_pages(kernel, subject) < 1e-6
+        assert error_with_pages(kernel, subject) < ALLOWED
     else:
-        assert forward_error(kernel, subject) < 1e-6
+        assert forward_error(kernel, subject) < ALLOWED
 
 
 @pytest.mark.slow

@@ -46,6 +46,14 @@ TALL = {**ALONE, "rows_per_group": 128, "block_n": 128, "conditional_rescale": F
 # Configs and the blocks of block masks.
 LAYOUTS = {"one group": (ALONE, 64), "two groups": (PAIR, 128), "parts": (ALONE, 128), "tall": (TALL, 128)}
 UNTOUCHED = 777.0
+# Bounds where torch computes in float32, as captured values are of that type. A constant of gelu is too.
+IN_FLOAT32 = {"alibi": 3e-5, "rows": 1e-5, "gate": 1e-6, "nested": 1e-6, "no score": 1e-6, "activation": 1e-8}
+
+
+@pytest.fixture(autouse=True)
+def computed_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets kernels of functions compute those that are features too."""
+    monkeypatch.setattr("flashtune.request.functions.call.built_in", lambda *_: None)
 
 
 def error_of(name: str, layout: str, text: str = "", wrong: str = "") -> float:
@@ -116,8 +124,7 @@ def emulated(
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", CASES)
 def test_results_are_those_of_torch(name: str, layout: str) -> None:
-    # Torch computes some functions in float32.
-    assert error_of(name, layout) < 3e-5
+    assert error_of(name, layout) < IN_FLOAT32.get(name, 1e-12)
 
 
 @pytest.mark.slow

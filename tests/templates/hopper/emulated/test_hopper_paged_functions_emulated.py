@@ -11,8 +11,6 @@ from tests.templates.hopper.emulated import test_hopper_pages_emulated as pages
 from tests.templates.hopper.emulated.test_hopper_emulated import ALONE, SMALL, a_small, kernel_of, worst_error
 
 SPLIT: dict[str, Any] = {**ALONE, "pack_gqa": 1, "num_splits": 3}
-# Torch's functions, of which some are in float32.
-PRECISE = 1e-5
 
 
 @pytest.mark.slow
@@ -24,7 +22,7 @@ def test_pages(name: str, packed: bool, config: dict[str, Any]) -> None:
     lengths = pages.MIXED if packed else pages.EQUAL
     for page, causal in ((1, Causal.NONE), (16, Causal.BOTTOM_RIGHT), (128, Causal.NONE)):
         problem = pages.a_paged(page, packed=packed, causal=causal, functions=FUNCTIONS[name])
-        assert pages.worst_error(kernel_of(problem, **config), problem, lengths) < PRECISE, page
+        assert pages.worst_error(kernel_of(problem, **config), problem, lengths) < 1e-12, page
 
 
 @pytest.mark.slow
@@ -33,7 +31,7 @@ def test_pages(name: str, packed: bool, config: dict[str, Any]) -> None:
 def test_split_keys(name: str) -> None:
     for queries, keys in ((70, 500), (3, 150)):
         problem = a_small(heads=4, kv_heads=2, seqlen_q=queries, seqlen_kv=keys, functions=FUNCTIONS[name])
-        assert worst_error(kernel_of(problem, **SPLIT), problem, 5) < PRECISE, (queries, keys)
+        assert worst_error(kernel_of(problem, **SPLIT), problem, 5) < 1e-12, (queries, keys)
 
 
 # Texts of kernels of packed pages, and others in their place, by the name of the functions.
