@@ -49,6 +49,8 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
         command: The command that tunes this shape.
         backward: The explanation of the backward pass, if an input requires grad.
         caller: The module of `flashtune.integrations` that called last in this process, or empty.
+        recognised: The features that serve in place of score and mask functions, as words of a shape. Empty
+            without functions, and if kernels compute these.
     """
 
     problem: Problem
@@ -64,6 +66,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     command: str
     backward: Explanation | None = None
     caller: str = ""
+    recognised: str = ""
 
     @property
     def server(self) -> Backend:
@@ -75,6 +78,8 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
             f"{self.problem.key} on {self.target or 'any device'}: {self.backend}",
             f"  because {self.reason}",
         ]
+        if self.recognised:
+            lines.append(f"  the functions are recognised as features: {self.recognised}")
         if self.caller:
             lines.append(f"  called by flashtune.integrations.{self.caller}")
         if self.selection is not None:

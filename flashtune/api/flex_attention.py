@@ -2,11 +2,13 @@
 
 from typing import Any, Literal, overload
 
+import msgspec
 import torch
 from torch import Tensor
 
 from flashtune.api.explain import Explanation, explain_call
-from flashtune.request.functions.block_lists import unwritten_lists
+from flashtune.core.canonical import features_text
+from flashtune.request.functions.block_lists import is_flex_mask, unwritten_lists
 from flashtune.request.functions.call import ScoreMod, flex_call
 from flashtune.request.functions.warm_calls import warm_flex_call
 from flashtune.request.request import Result
@@ -101,7 +103,12 @@ def explain_flex(
     """
     arguments = query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse
     # Nothing is launched. The values of lists do not affect the choice of a kernel.
-    return explain_call(flex_call(*arguments, unwritten_lists))
+    call = flex_call(*arguments, unwritten_lists)
+    explained = explain_call(call)
+    has_functions = score_mod is not None or is_flex_mask(block_mask)
+    if not has_functions or call.options.functions or call.options.block_size:
+        return explained
+    return msgspec.structs.replace(explained, recognised=features_text(explained.problem))
 
 
 def _attend(*arguments: Any) -> Result:

@@ -110,6 +110,12 @@ def shape_text(problem: Problem) -> str:
     return ",".join(word for word in words if word)
 
 
+def features_text(problem: Problem) -> str:
+    """Returns the causal mask and the features of a problem as `shape_text` has them, or `no features`."""
+    words = (CAUSAL_WORDS[problem.causal], *_feature_texts(problem))
+    return ",".join(word for word in words if word) or "no features"
+
+
 def _feature_texts(problem: Problem) -> tuple[str, ...]:
     """Returns the features of a problem except the causal mask, each as a key or an empty text."""
     has = problem.features

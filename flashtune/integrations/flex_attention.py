@@ -100,7 +100,7 @@ class Activation:
     def from_compiled(self, *arguments: Any, **options: Any) -> Any:
         """Computes a call of a compiled program. Calls that flashtune refuses are compiled by torch."""
         if self._compiled is None:
-            self._compiled = torch.compile(self._original)
+            self._compiled = _compiled(self._original)
         return self.attention(self._compiled, *arguments, **options)
 
     def attention(
@@ -193,7 +193,17 @@ def _flex_attention(query: Tensor, key: Tensor, value: Tensor, *arguments: Any, 
 
 def _from_compiled(*arguments: Any, **options: Any) -> Any:
     active = _active
-    return (torch.compile(_torchs()) if active is None else active.from_compiled)(*arguments, **options)
+    return (_compiled(_torchs()) if active is None else active.from_compiled)(*arguments, **options)
+
+
+def _compiled(function: Function) -> Function:
+    """Returns torch's function compiled. Torch's kernels do not take float64, so such calls run eagerly."""
+    compiled = torch.compile(function)
+
+    def run(query: Tensor, *arguments: Any, **options: Any) -> Any:
+        return (function if query.dtype is torch.float64 else compiled)(query, *arguments, **options)
+
+    return run
 
 
 def _torchs() -> Function:

@@ -9,13 +9,14 @@ from collections.abc import Callable
 import torch
 
 from flashtune.core.block_mask import BLOCK_SIZE
+from flashtune.core.caches import keep
 from flashtune.core.config import LaunchOptions
 from flashtune.core.expressions.nodes import Functions, Op
 from flashtune.core.features.records import TABLES, ExtraInputs
 from flashtune.core.kernel import Argument, Kernel, Specialization
 from flashtune.launch.binding import Binary
 from flashtune.launch.compilation import load_module
-from flashtune.launch.launcher import current_device, current_stream, interpreted_queue, load
+from flashtune.launch.launcher import Queue, current_device, current_stream, interpreted_queue, queue_of
 from flashtune.templates.common.args.interval_lines import ENTRY, EXTENTS, LISTS, ROWS, listing_source
 from flashtune.templates.common.args.side import POINTERS
 
@@ -51,17 +52,14 @@ def listing_of(kernel: Kernel, binary: Binary | None, device: torch.device) -> L
     Without a binary, Triton's interpreter runs it.
     """
     names = tuple(argument.name for argument in kernel.arguments if argument.name not in EXTENTS)
-    run: Callable[..., None] | None = None
-    if binary is not None:
-        (compiled,) = binary.values()
-        run, index = load(compiled, device), device.index
-        constant = compiled.function, compiled.packed_metadata, None, None, None
+    index = device.index
+    queues: dict[tuple[int, ...], Queue] = {}
 
     def write(inputs: ExtraInputs, extents: tuple[int, int, int]) -> None:
         tensors = [getattr(inputs, name) for name in names]
         batch, heads, queries = tensors[0].shape
         grid = (-(-queries // ROWS) * batch * heads,)
-        if run is None:
+        if binary is None:
             interpreted_queue(load_module(kernel), ENTRY, grid, extents)(*tensors)
             return
         if current_device() != index:
@@ -69,7 +67,13 @@ def listing_of(kernel: Kernel, binary: Binary | None, device: torch.device) -> L
             with torch.cuda.device(index):
                 write(inputs, extents)
             return
-        addresses = [tensor.data_ptr() for tensor in tensors]
-        run(*grid, 1, 1, current_stream(index), *constant, *addresses, *extents)
+        queue = queues.get((*grid, *extents))
+        if queue is None:
+            (compiled,) = binary.values()
+            queue = queue_of(compiled, grid, extents, device)
+            keep(queues, (*grid, *extents), queue)
+        addresses = (*[tensor.data_ptr() for tensor in tensors], *extents)
+        own = (addresses,) if queue.as_one else addresses
+        queue.launch(*queue.before, current_stream(index), *queue.after, *own)
 
     return write

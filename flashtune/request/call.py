@@ -77,6 +77,8 @@ class Call(NamedTuple):
     options: Options  # All other arguments but the extra inputs.
     side: ExtraInputs  # Tensors and numbers that kernels take in addition to q, k, v and the scale.
     shared_prefix: int = 0  # Number of first tokens that all sequences of a paged cache share.
+    # The same object in calls with equal options, and extra inputs of equal properties. None if unknown.
+    kind: object = None
 
     @property
     def is_plain(self) -> bool:

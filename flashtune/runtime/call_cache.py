@@ -3,16 +3,17 @@
 from torch import Tensor
 
 from flashtune.core.arguments import MAX_FLOAT32
+from flashtune.core.caches import keep
 from flashtune.request.autocast import any_autocast, autocast_dtype
 from flashtune.request.call import Call
 from flashtune.request.request import Executor, Result
-from flashtune.runtime.call_key import tensor_key, unsigned
+from flashtune.runtime.call_key import call_key, short_key, tensor_key, unsigned
 from flashtune.runtime.executors import write_output
 from flashtune.runtime.session import SESSION
 from flashtune.runtime.torch_modes import runs_eagerly
 
-# Bound once, because each call uses it.
-executors = SESSION.executors
+# Bound once, because each call uses them.
+executors, repeated = SESSION.executors, SESSION.repeated
 
 
 def known_executor(
@@ -52,8 +53,17 @@ def known_executor(
 
 def run_call(call: Call) -> Result:
     """Returns attention of tensors with memory, by the executor of their kind of call."""
+    key = short_key(call)
+    known = None if key is None else repeated.get(key)
+    if known is not None:
+        result: Result = known(call.q, call.k, call.v, call.scale, call.side)
+        return result
     call = unsigned(call)
-    return SESSION.executor(call)(call.q, call.k, call.v, call.scale, call.side)
+    executor = SESSION.executor(call)
+    # Another thread may have forgotten it.
+    if key is not None and call_key(call) in executors:
+        keep(repeated, key, executor)
+    return executor(call.q, call.k, call.v, call.scale, call.side)
 
 
 def write_call(out: Tensor, call: Call) -> None:

@@ -31,7 +31,7 @@ def call_key(call: Call) -> tuple[object, ...]:
     is. Of the lengths of packed sequences, the key contains only the longest, rounded up to a power of two.
     An invalid call may raise the errors that `flashtune.core.arguments.checked` handles.
     """
-    q, k, v, _, options, side, _ = call
+    q, k, v, _, options, side, *_ = call
     if side is NO_EXTRA_INPUTS and not options.has_mask and not options.batch_invariant:
         kind = options.causal, options.layout, options.return_lse, options.prefer
         return tensor_key(q, k, v, kind, options.deterministic)
@@ -50,6 +50,16 @@ def call_key(call: Call) -> tuple[object, ...]:
         *[number is None for number in side.numbers],
         requires_grad(call) and (_gradient_kind(options.deterministic), side_gradients(side)),
     )
+
+
+def short_key(call: Call) -> tuple[object, ...] | None:
+    """Returns the key of a call by its kind, or None if it has none, or a sign that kernels do not read."""
+    q, k, v, scale, _, _, _, kind = call
+    if kind is None or not (scale is None or (type(scale) is float and 0.0 <= scale <= MAX_FLOAT32)):
+        return None
+    if q.is_neg() or k.is_neg() or v.is_neg():
+        return None
+    return tensor_key(q, k, v, (kind,), deterministic=False)
 
 
 def tensor_key(

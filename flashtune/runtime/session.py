@@ -101,6 +101,8 @@ class Session:
         self.changing = ModuleLock()
         # The executors of calls that wait.
         self.executors: dict[Key, Callable[..., Any]] = {}
+        # The executors of calls with a `kind`, by shorter keys.
+        self.repeated: dict[Key, Callable[..., Any]] = {}
         # The kinds of calls that do not wait, and their kernels.
         self.entries: dict[Key, Entry] = {}
         self.buckets: dict[BucketKey, Bucket] = {}
@@ -127,6 +129,7 @@ class Session:
         with self.preparing, self.adding:
             for cache in (
                 self.executors,
+                self.repeated,
                 self.entries,
                 self.buckets,
                 self.devices,

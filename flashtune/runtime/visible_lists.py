@@ -9,7 +9,8 @@ from flashtune.core.features.records import ExtraInputs
 from flashtune.dispatch.platform import PLATFORM
 from flashtune.launch.compilation import interpreting
 from flashtune.launch.visible_blocks import Listing, listing_kernel, listing_of
-from flashtune.request.functions.block_lists import Extents, Lists, unwritten_lists
+from flashtune.request.functions.block_lists import Lists, unwritten_lists
+from flashtune.request.functions.built_in import Extents
 from flashtune.runtime.kernel_loader import require_triton
 from flashtune.runtime.session import SESSION
 

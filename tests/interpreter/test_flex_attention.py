@@ -131,6 +131,11 @@ def test_block_sizes(size: Any) -> None:
     check(None, mask_of(CASES["softcap and window"], size), scale=0.3)
 
 
+def test_torchs_mask_of_one_block_shows_all_keys() -> None:
+    q, k, _ = inputs()
+    check(CASES["alibi"].score, flex._create_empty_block_mask(q, k))
+
+
 @pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("name", ["alibi", "causal by score", "dilated", "checkerboard", "nothing visible"])
 @pytest.mark.parametrize("queries", [1, 16])

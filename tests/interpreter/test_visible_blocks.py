@@ -22,6 +22,7 @@ from flashtune.launch import interval_arithmetic
 from flashtune.launch.binding import compile_binary
 from flashtune.launch.visible_blocks import listing_kernel, listing_of
 from flashtune.request.functions.block_lists import block_lists, unwritten_lists
+from flashtune.request.functions.built_in import Extents
 from flashtune.request.functions.call import flex_call
 from flashtune.request.functions.tracing import trace
 from flashtune.runtime.visible_lists import _listing, visible_lists
@@ -31,6 +32,12 @@ from tests.support.fuzzing import fuzz_count
 CPU = torch.device("cpu")
 IMPORT = "from flashtune.launch.interval_arithmetic import *"
 SIZE = 4
+
+
+@pytest.fixture(autouse=True)
+def computed_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets kernels of functions compute those that are features too."""
+    monkeypatch.setattr("flashtune.request.functions.call.built_in", lambda *_: None)
 
 
 class Blocks(NamedTuple):
@@ -72,7 +79,7 @@ def blocks_of(
         function_floats=torch.tensor(FLOATS, device=device),
         **captured,
     )
-    shape = unwritten_lists(functions, extents, inputs, device).mask.counts.shape[:2]
+    shape = unwritten_lists(functions, Extents(*extents), inputs, device).mask.counts.shape[:2]
     rows, columns = (-(-extent // SIZE) for extent in extents[2:])
     counts, full = (torch.full((*shape, rows), -1, dtype=torch.int32, device=device) for _ in range(2))
     indices = torch.full((*shape, rows, columns), -1, dtype=torch.int32, device=device)

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from flashtune.core.block_mask import BLOCK_SIZE
+from flashtune.core.canonical import normal_form
 from flashtune.core.errors import UsageError, quoted
 from flashtune.core.problem import BlockLists
 
 if TYPE_CHECKING:
-    from flashtune.core.expressions.nodes import Functions
     from flashtune.core.problem import Problem
+    from flashtune.request.functions.tracing import Traced
 
 
 def with_functions(
@@ -24,8 +25,9 @@ def with_functions(
 ) -> tuple[Problem, ...]:
     """Returns problems with a score function and a mask function, each `module:function` or None.
 
-    A mask function has a block mask, except with pages. All heads share its lists unless the shape has
-    `block_mask`.
+    Functions that are recognised as features become these, as in calls, unless the shape has a block mask or
+    another feature. A mask function has a block mask, except with pages. All heads share its lists unless the
+    shape has `block_mask`.
 
     Raises:
         UsageError: A function cannot be imported, or a shape has functions already.
@@ -37,17 +39,25 @@ def with_functions(
         None if name is None else imported(f"--{option}", name)
         for option, name in (("score-mod", score_mod), ("mask-mod", mask_mod))
     )
-    functions = trace(score, mask).functions
-    if not functions:
+    traced = trace(score, mask)
+    if not traced.functions:
         raise UsageError(
             "--score-mod and --mask-mod change no score: name other functions, or leave them out"
         )
-    return tuple(_with(problem, functions) for problem in problems)
+    return tuple(_with(problem, traced) for problem in problems)
 
 
-def _with(problem: Problem, functions: Functions) -> Problem:
+def _with(problem: Problem, traced: Traced) -> Problem:
+    from flashtune.request.functions.built_in import Extents, built_in
+
     if problem.functions:
         raise UsageError("a shape has functions: leave out --score-mod and --mask-mod, or functions=")
+    if not (problem.features or problem.is_causal):
+        extents = Extents(problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_kv)
+        found = built_in(traced, extents, needs_grad=problem.is_backward)
+        if found is not None:
+            return normal_form(msgspec.structs.replace(problem, **found.fields))
+    functions = traced.functions
     changes: dict[str, Any] = {"functions": functions}
     if functions.mask >= 0 and not (problem.block_mask or problem.page_size):
         is_grouped = problem.kv_heads < problem.heads

@@ -35,8 +35,9 @@ def changed_by_function(scores: Tensor, rows: Rows) -> Changed:
     if functions.score < 0:
         return Changed(scores)
     changed = evaluate(functions, values_of(scores, rows), functions.score)
-    # The result may depend on fewer places, and later steps write to it.
-    return Changed(changed.expand_as(scores).clone() if changed.shape != scores.shape else changed)
+    # The result may depend on fewer places, and later steps write to it. Autograd may have saved it.
+    is_shared = changed.shape != scores.shape or changed.requires_grad
+    return Changed(changed.expand_as(scores).clone() if is_shared else changed)
 
 
 def function_errors(scores: Tensor, rows: Rows) -> Tensor | None:

@@ -2,6 +2,7 @@
 
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -9,18 +10,21 @@ import torch
 from torch import Tensor
 
 from flashtune.core.block_mask import BLOCK_SIZE, BlockMask
+from flashtune.core.caches import keep
 from flashtune.core.errors import ProblemError
 from flashtune.core.expressions.nodes import Functions, Op
 from flashtune.core.features.masks import seen_blocks
 from flashtune.core.features.records import ExtraInputs
 from flashtune.core.problem import MASK_BLOCKS
 from flashtune.request.arguments import read_block_mask
+from flashtune.request.functions.built_in import Band, Extents
 
+# Bound once, because each call uses them. Only builds of torch for GPUs have them.
+is_capturing: Callable[[], bool] = getattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
+current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)
 FLEX_MODULE = "torch.nn.attention.flex_attention"
-
-
-# Sequences, heads, queries and keys.
-Extents = tuple[int, int, int, int]
+# The size of the one block of torch's mask that shows all keys. It is for all lengths.
+ONE_BLOCK = 1 << 30
 
 
 class Lists(NamedTuple):
@@ -39,18 +43,29 @@ class Lists(NamedTuple):
         }
 
 
-# Returns the lists of a mask function for a call with these captured values, or None if it needs none.
+# Returns the lists of a mask function for a call with these captured values, or None if it needs none. Lists
+# among the captured values are written again.
 ListBlocks = Callable[[Functions, Extents, ExtraInputs, torch.device], Lists | None]
 
 
 class _Known(NamedTuple):
-    """Lists of a mask, valid while its tensors are the same."""
+    """A result of a mask, valid while its tensors are the same."""
 
     key: tuple[object, ...]
-    lists: Lists
+    tensors: tuple[Tensor | None, ...]
+    result: Any
+
+    def is_of(self, key: tuple[object, ...], tensors: tuple[Tensor | None, ...]) -> bool:
+        """Returns whether the result is that of these tensors."""
+        pairs = zip(self.tensors, tensors, strict=True)
+        return self.key == key and all(own is other for own, other in pairs)
 
 
-_known: "weakref.WeakKeyDictionary[Any, _Known]" = weakref.WeakKeyDictionary()
+_lists_of: "weakref.WeakKeyDictionary[Any, _Known]" = weakref.WeakKeyDictionary()
+_bands_of: "weakref.WeakKeyDictionary[Any, _Known]" = weakref.WeakKeyDictionary()
+# Programs that choose blocks in each call do not wait for the comparison of more masks than so many.
+MAX_REFUSED = 4
+_refused: Counter[tuple[object, ...]] = Counter()
 
 
 def is_flex_mask(mask: object) -> bool:
@@ -79,31 +94,82 @@ def block_lists(mask: Any, seqlen_q: int, seqlen_kv: int, *, full_first: bool) -
     if not is_flex_mask(mask):
         own = read_block_mask(mask)
         return Lists(own, torch.zeros_like(own.counts))
-    if tuple(mask.seq_lengths) != (seqlen_q, seqlen_kv):
+    if tuple(mask.seq_lengths) != (seqlen_q, seqlen_kv) and min(mask.BLOCK_SIZE) < ONE_BLOCK:
         lengths = " and ".join(map(str, mask.seq_lengths))
         raise ProblemError(
             f"block_mask is for {lengths} queries and keys and the tensors have {seqlen_q} and {seqlen_kv}: "
             "create another one, or call its _adjust"
         )
-    tensors = mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices
-    if any(tensor is not None and tensor.is_inference() for tensor in tensors):
-        # Inference tensors do not count how often they were written to.
-        return _lists(mask, seqlen_q, seqlen_kv, full_first)
     stream = stream_of(mask.kv_num_blocks.device)
     if stream is None:
         return _lists(mask, seqlen_q, seqlen_kv, full_first)
-    key = (
-        seqlen_q,
-        seqlen_kv,
-        full_first,
-        stream,
-        *((None if tensor is None else (id(tensor), tensor._version)) for tensor in tensors),
+    lists: Lists = _computed(
+        _lists_of,
+        mask,
+        (seqlen_q, seqlen_kv, full_first, stream),
+        lambda: _lists(mask, seqlen_q, seqlen_kv, full_first),
     )
-    known = _known.get(mask)
-    if known is None or known.key != key:
-        known = _Known(key, _lists(mask, seqlen_q, seqlen_kv, full_first))
-        _known[mask] = known
-    return known.lists
+    return lists
+
+
+def shows_band(mask: Any, band: Band, extents: Extents, device: torch.device) -> bool:
+    """Returns whether a block mask shows the same pairs as a mask by distance, which is its mask function.
+
+    The lists of torch's mask are compared on their device, once while they are the same. This synchronises
+    with the host. Returns False if that is not possible, or if it was in vain for several masks.
+    """
+    if mask is None:
+        return True
+    if not is_flex_mask(mask) or tuple(mask.seq_lengths) != extents[2:]:
+        return False
+    counts, tensors = mask.kv_num_blocks, mask_tensors(mask)
+    # Subclasses may have no values, and inference tensors do not count how often they were written to.
+    if (
+        type(counts) is not Tensor
+        or counts.is_inference()
+        or counts.device != device
+        or device.type == "meta"
+    ):
+        return False
+    kind = band, extents
+    known = _bands_of.get(mask)
+    is_known = known is not None and known.is_of((*kind, *_versions(tensors)), tensors)
+    # A synchronisation would end the capture of a graph.
+    if not is_known and (_refused[kind] >= MAX_REFUSED or stream_of(device) is None):
+        return False
+    shown: bool = _computed(_bands_of, mask, kind, lambda: _shows_band(mask, band, extents))
+    if not (shown or is_known):
+        keep(_refused, kind, _refused[kind] + 1)
+    return shown
+
+
+def mask_tensors(mask: Any) -> tuple[Tensor | None, ...]:
+    """Returns the lists of torch's block mask."""
+    return mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices
+
+
+def _versions(tensors: tuple[Tensor | None, ...]) -> tuple[int, ...]:
+    """Returns how often tensors were written to."""
+    return tuple(-1 if tensor is None else tensor._version for tensor in tensors)
+
+
+def _computed(
+    cache: "weakref.WeakKeyDictionary[Any, _Known]",
+    mask: Any,
+    key: tuple[object, ...],
+    compute: Callable[[], Any],
+) -> Any:
+    """Returns a result of a mask's tensors, which the cache has if they are the same as before."""
+    tensors = mask_tensors(mask)
+    if any(tensor is not None and tensor.is_inference() for tensor in tensors):
+        # Inference tensors do not count how often they were written to.
+        return compute()
+    key = (*key, *_versions(tensors))
+    known = cache.get(mask)
+    if known is None or not known.is_of(key, tensors):
+        known = _Known(key, tensors, compute())
+        cache[mask] = known
+    return known.result
 
 
 def stream_of(device: torch.device) -> int | None:
@@ -113,15 +179,12 @@ def stream_of(device: torch.device) -> int | None:
     """
     if device.type != "cuda":
         return 0
-    if torch.cuda.is_current_stream_capturing():
-        return None
-    stream: int = torch.cuda.current_stream(device).cuda_stream
-    return stream
+    return None if is_capturing() else current_stream(device.index)
 
 
 def extents_of(q: Tensor, k: Tensor) -> Extents:
     """Returns the extents of a call."""
-    return q.shape[0], q.shape[1], q.shape[2], k.shape[2]
+    return Extents(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
 
 
 def unwritten_lists(
@@ -131,7 +194,10 @@ def unwritten_lists(
 
     Sequences and heads share lists if the mask function does not depend on them.
     """
-    del captured
+    if captured.block_counts is not None:
+        assert captured.block_indices is not None
+        assert captured.full_counts is not None
+        return Lists(BlockMask(captured.block_counts, captured.block_indices), captured.full_counts)
     ops = {functions.nodes[place].op for place in functions.needed(functions.mask)}
     batch, heads = (
         extent if op in ops else 1 for op, extent in zip((Op.BATCH, Op.HEAD), extents, strict=False)
@@ -165,6 +231,36 @@ def _lists(mask: Any, seqlen_q: int, seqlen_kv: int, full_first: bool) -> Lists:
         # The last block has keys that do not exist.
         full[..., -1] = False
     return ordered_lists(seen.int() + full if full_first else seen.int(), size)
+
+
+def _shows_band(mask: Any, band: Band, extents: Extents) -> bool:
+    """Compares the lists of torch's block mask with those of a mask by distance."""
+    counts, sizes = mask.kv_num_blocks, mask.BLOCK_SIZE
+    device, lengths = counts.device, extents[2:]
+    blocks = [-(-length // size) for length, size in zip(lengths, sizes, strict=True)]
+    outer = zip(counts.shape[:2], extents[:2], strict=True)
+    if counts.dim() != 3 or counts.shape[2] != blocks[0] or any(own not in (1, full) for own, full in outer):
+        return False
+    (first_query, last_query), (first_key, last_key) = (
+        (starts, (starts + size).clamp(max=length) - 1)
+        for starts, size, length in (
+            (torch.arange(0, length, size, device=device), size, length)
+            for length, size in zip(lengths, sizes, strict=True)
+        )
+    )
+    # The distances of a block, without gaps.
+    least, most = first_query[:, None] - last_key, last_query[:, None] - first_key
+    visible = full = torch.ones_like(least, dtype=torch.bool)
+    if band.least is not None:
+        visible, full = visible & (most >= band.least), full & (least >= band.least)
+    if band.most is not None:
+        visible, full = visible & (least <= band.most), full & (most <= band.most)
+    listed = seen_blocks(counts, mask.kv_indices, blocks[1])
+    wrong = torch.zeros_like(listed)
+    if mask.full_kv_num_blocks is not None:
+        listed_full = seen_blocks(mask.full_kv_num_blocks, mask.full_kv_indices, blocks[1])
+        listed, wrong = listed | listed_full, listed_full & ~full
+    return not bool((wrong | (visible & ~listed)).any())
 
 
 def _blocks(

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 
 from flashtune.core.errors import ProblemError
 from flashtune.core.features.functions import integers_of
@@ -17,7 +17,9 @@ from flashtune.request.functions.block_lists import (
     extents_of,
     is_flex_mask,
     mask_function,
+    shows_band,
 )
+from flashtune.request.functions.built_in import built_in
 from flashtune.request.functions.tracing import MAX_ELEMENTS, Traced, trace
 from flashtune.request.side_inputs import check_kinds
 from flashtune.request.tensor_checks import require_dense
@@ -57,6 +59,12 @@ def flex_call(
     mask_mod = mask_function(block_mask) if is_flex_mask(block_mask) else None
     traced = trace(score_mod, mask_mod)
     functions = traced.functions
+    extents = extents_of(q, k)
+    features = built_in(traced, extents, needs_grad(q, k, v, *traced.tables)) if functions else None
+    # Lists without a mask function are the mask, and may be others in each call.
+    has_band = block_mask is None or functions.mask >= 0
+    if features is not None and has_band and shows_band(block_mask, features.band, extents, q.device):
+        return dense_call(q, k, v, scale=scale, return_lse=return_lse, **features.options)
     # In blocks that the mask shows in full, hidden scores of the score function still hide keys.
     full_first = functions.mask >= 0 and not traced.hides_scores
     inputs: dict[str, Any] = _captured(traced, q.device)
@@ -68,7 +76,7 @@ def flex_call(
         captured = ExtraInputs(**inputs)
         # A kernel reads them.
         check_kinds(captured, q.device)
-        lists = list_blocks(functions, extents_of(q, k), captured, q.device)
+        lists = list_blocks(functions, extents, captured, q.device)
     if lists is not None:
         options["block_mask"] = lists.mask
         if lists.mask.counts.dim() == 3 and lists.mask.counts.shape[1] not in (1, q.shape[1]):
@@ -79,6 +87,15 @@ def flex_call(
             inputs["full_counts"] = lists.full_counts
     call = dense_call(q, k, v, scale=scale, return_lse=return_lse, **options)
     return _with_functions(call, traced, inputs) if functions else call
+
+
+def needs_grad(*tensors: Tensor) -> bool:
+    """Returns whether autograd needs gradients of tensors."""
+    if is_grad_enabled():
+        for tensor in tensors:
+            if tensor.requires_grad:
+                return True
+    return False
 
 
 def paged_flex_call(

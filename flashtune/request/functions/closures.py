@@ -80,12 +80,22 @@ class Captured(NamedTuple):
             return False
         if own.__defaults__ is not self.defaults or own.__kwdefaults__ is not self.keywords:
             return False
-        for cell, value in zip(own.__closure__ or (), self.contents, strict=True):
-            # An empty cell has no contents.
-            if _is_empty(cell) or cell.cell_contents is not _object(value):
-                return False
-        names = own.__globals__
-        return all(names.get(name, _MISSING) is _object(value) for name, value in self.names)
+        # Loops, because each call takes them.
+        if self.contents:
+            for cell, value in zip(own.__closure__ or (), self.contents, strict=True):
+                try:
+                    content = cell.cell_contents
+                except ValueError:  # an empty cell
+                    return False
+                if content is not value and content is not _object(value):
+                    return False
+        if self.names:
+            names = own.__globals__
+            for name, value in self.names:
+                content = names.get(name, _MISSING)
+                if content is not value and content is not _object(value):
+                    return False
+        return True
 
 
 def _held(value: object) -> object:
@@ -94,7 +104,9 @@ def _held(value: object) -> object:
 
 
 def _object(value: object) -> object:
-    return value() if type(value) is weakref.ref else value
+    """Returns the function of a weak reference, or the reference itself after the function's end."""
+    function = value() if type(value) is weakref.ref else None
+    return value if function is None else function
 
 
 class Places(NamedTuple):
@@ -104,7 +116,7 @@ class Places(NamedTuple):
 
     def are_same(self) -> bool:
         """Returns whether the functions capture the same objects."""
-        return all(function.is_same() for function in self.functions)
+        return all(map(Captured.is_same, self.functions))
 
 
 def captured_places(functions: Sequence[types.FunctionType]) -> Places | None:

@@ -6,9 +6,10 @@ globals. A call compares the objects there with those of the call before.
 
 import types
 import weakref
+from operator import is_, itemgetter
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 
 from flashtune.core.caches import keep
 from flashtune.core.expressions.nodes import Functions, Op
@@ -16,7 +17,7 @@ from flashtune.core.features.records import TABLES, ExtraInputs
 from flashtune.request.autocast import any_autocast
 from flashtune.request.call import Call, Options
 from flashtune.request.functions.block_lists import ListBlocks, extents_of, is_flex_mask, stream_of
-from flashtune.request.functions.call import ScoreMod, flex_call
+from flashtune.request.functions.call import ScoreMod, flex_call, needs_grad
 from flashtune.request.functions.closures import Places, captured_places
 from flashtune.request.functions.tracing import is_stable
 from flashtune.request.invariance import is_batch_invariant
@@ -24,11 +25,13 @@ from flashtune.request.read_call import known_functions
 
 # Records of calls with one function.
 MAX_CALLS = 64
-_MASK_FIELDS = (
+mask_fields = itemgetter(
     *("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"),
     *("mask_mod", "seq_lengths", "BLOCK_SIZE"),
 )
 TENSOR_FIELDS = 4
+# Extra inputs that are captured tensors.
+CAPTURED = ("slopes", *TABLES)
 
 
 class _Warm(NamedTuple):
@@ -38,16 +41,20 @@ class _Warm(NamedTuple):
     side: ExtraInputs
     mask: "weakref.ref[Any] | None"
     places: Places
-    # The fields of the block mask, and how often its tensors were written to.
+    # The fields of the block mask, and its tensors with how often each was written to.
     fields: tuple[Any, ...]
-    versions: tuple[int, ...]
-    # Types, devices, sizes and strides of captured tensors, which assignments to `data` change.
-    layouts: tuple[object, ...]
+    versions: tuple[tuple[Tensor, int], ...]
+    # The captured tensors, and their properties, which assignments to `data` change.
+    captured: tuple[Tensor, ...]
+    layouts: list[object]
     # The functions, if calls list blocks themselves.
     listed: Functions | None
-    # The stream on which the lists were written, 0 without lists. None if each call lists blocks anew,
-    # because the mask function depends on captured tensors.
-    stream: int | None
+    # Whether these lists depend on elements of captured tensors, so that each call writes them.
+    writes_lists: bool
+    # The stream on which the lists were written, 0 without lists.
+    stream: int
+    # Calls of the record have it as their kind. None if gradients of captured tensors may be needed.
+    kind: object
 
     def is_current(self) -> bool:
         """Returns whether the block mask lives, and the functions capture the same objects."""
@@ -72,8 +79,11 @@ def warm_flex_call(
     # Functions outlive a call more often than masks.
     anchor = block_mask if score_mod is None else score_mod
     try:
+        has_gradient = needs_grad(q, k, v)
         known = _warm.get(anchor)
-        key = (q.shape, k.shape, v.shape, q.device, enable_gqa, return_lse)
+        # Features serve fewer calls with gradients.
+        kind = q.device, enable_gqa, return_lse, has_gradient, is_grad_enabled()
+        key = q.shape, k.shape, v.shape, *kind
         warm = None if known is None else known.get(key)
     except (AttributeError, TypeError):
         return flex_call(q, k, v, score_mod, block_mask, scale, enable_gqa, return_lse, list_blocks)
@@ -82,14 +92,19 @@ def warm_flex_call(
     is_usual = is_usual and q.shape[:1] == k.shape[:1]
     if warm is not None and is_usual and _is_same(warm, block_mask):
         side = warm.side
-        is_written = side.block_counts is None or (
-            warm.stream is not None and warm.stream == stream_of(q.device)
-        )
-        if not is_written and warm.listed is not None:
+        if side.block_counts is None:
+            return Call(q, k, v, scale, warm.options, side, 0, warm.kind)
+        is_here = warm.stream == stream_of(q.device)
+        if is_here and not warm.writes_lists:
+            return Call(q, k, v, scale, warm.options, side, 0, warm.kind)
+        if warm.listed is not None:
+            if not is_here or has_gradient or warm.kind is None:
+                # A backward pass, or a graph, keeps the lists.
+                side = side._replace(block_counts=None, block_indices=None, full_counts=None)
             lists = list_blocks(warm.listed, extents_of(q, k), side, q.device)
-            side, is_written = side._replace(**lists.inputs), True  # type: ignore[union-attr]
-        if is_written:
-            return Call(q, k, v, scale, warm.options, side)
+            if side is not warm.side:
+                side = side._replace(**lists.inputs)  # type: ignore[union-attr]
+            return Call(q, k, v, scale, warm.options, side, 0, warm.kind)
     call = flex_call(q, k, v, score_mod, block_mask, scale, enable_gqa, return_lse, list_blocks)
     if is_usual:
         _keep(anchor, key, call, score_mod, block_mask)
@@ -99,26 +114,25 @@ def warm_flex_call(
 def _is_same(warm: _Warm, block_mask: Any) -> bool:
     """Returns whether a record is that of a call with a block mask."""
     # The reference to a dead mask is None too.
-    if (warm.mask is None) is not (block_mask is None):
-        return False
-    if warm.mask is not None and warm.mask() is not block_mask:
-        return False
-    if block_mask is not None:
-        fields = block_mask.__dict__
-        for name, value in zip(_MASK_FIELDS, warm.fields, strict=True):
-            if fields[name] is not value:
+    if warm.mask is None:
+        if block_mask is not None:
+            return False
+    else:
+        if block_mask is None or warm.mask() is not block_mask:
+            return False
+        if not all(map(is_, mask_fields(block_mask.__dict__), warm.fields)):
+            return False
+        for tensor, version in warm.versions:
+            if tensor._version != version:
                 return False
-        for tensor, version in zip(warm.fields, warm.versions, strict=False):
-            if tensor is not None and tensor._version != version:
-                return False
-    return warm.layouts == _layouts(warm.side) and warm.places.are_same()
+    return warm.layouts == _layouts(warm.captured) and warm.places.are_same()
 
 
-def _layouts(side: ExtraInputs) -> tuple[object, ...]:
-    tables = (getattr(side, name) for name in TABLES)
-    return tuple(
-        (table.dtype, table.device, table.shape, table.stride()) for table in tables if table is not None
-    )
+def _layouts(captured: tuple[Tensor, ...]) -> list[object]:
+    return [
+        (table.dtype, table.device, table.shape, table.stride(), table.requires_grad, table.is_neg())
+        for table in captured
+    ]
 
 
 def _keep(
@@ -130,7 +144,7 @@ def _keep(
     if block_mask is not None:
         if not is_flex_mask(block_mask):
             return
-        fields = tuple(block_mask.__dict__[name] for name in _MASK_FIELDS)
+        fields = mask_fields(block_mask.__dict__)
         mask_mod = block_mask.mask_mod
         if any(tensor is not None and tensor.is_inference() for tensor in fields[:TENSOR_FIELDS]):
             # These do not count how often they were written to.
@@ -140,21 +154,32 @@ def _keep(
     places = captured_places(functions)
     if len(functions) < len(given) or places is None or not is_stable(score_mod, mask_mod):
         return
-    captured = [getattr(call.side, name) for name in TABLES]
-    if any(table is not None and not table.dim() for table in captured):
+    captured = tuple(table for name in CAPTURED if (table := getattr(call.side, name)) is not None)
+    if not all(table.dim() for table in captured):
         # A number in a tensor of another device was copied.
         return
-    versions = tuple(0 if tensor is None else tensor._version for tensor in fields[:TENSOR_FIELDS])
-    mask = None if block_mask is None else weakref.ref(block_mask)
-    listed, stream = None, stream_of(call.q.device) if call.side.block_counts is not None else 0
+    stream = stream_of(call.q.device) if call.side.block_counts is not None else 0
     if stream is None:
         return
+    listed, writes_lists = None, False
     if block_mask is None and call.side.full_counts is not None:
         listed = known_functions(str(call.options.functions))
-        ops = {listed.nodes[place].op for place in listed.needed(listed.mask)}
-        stream = None if Op.LOAD in ops else stream
-    layouts = _layouts(call.side)
-    warm = _Warm(call.options, call.side, mask, places, fields, versions, layouts, listed, stream)
+        writes_lists = Op.LOAD in {listed.nodes[place].op for place in listed.needed(listed.mask)}
+    is_trained = any(table.requires_grad for table in captured)
+    warm = _Warm(
+        call.options,
+        call.side,
+        None if block_mask is None else weakref.ref(block_mask),
+        places,
+        fields,
+        tuple((tensor, tensor._version) for tensor in fields[:TENSOR_FIELDS] if tensor is not None),
+        captured,
+        _layouts(captured),
+        listed,
+        writes_lists,
+        stream,
+        None if is_trained or any(table.is_neg() for table in captured) else object(),
+    )
     known = _warm.setdefault(anchor, {})
     # Records of dead masks, and of other captured objects, keep tensors alive.
     for other in [other for other, record in known.items() if not record.is_current()]:

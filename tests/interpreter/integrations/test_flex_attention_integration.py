@@ -101,6 +101,9 @@ def test_compiled_programs_are_served(active: integration.Activation) -> None:
     want = TORCHS(2 * q, k, v, refused, enable_gqa=True) + 1
     torch.testing.assert_close(program(q, k, v, refused), want, atol=1e-5, rtol=1e-4)
     assert len(compiled) == 1
+    active._compiled = None
+    out = program(q.double(), k.double(), v.double(), refused)
+    torch.testing.assert_close(out.float(), want, atol=1e-5, rtol=1e-4)
 
 
 def test_deactivation_restores_torchs_function() -> None:

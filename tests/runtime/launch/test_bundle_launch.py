@@ -36,7 +36,8 @@ NAMES = [
     "hopper_bf16_d128_bias", "hopper_bf16_d128_packed_sequences_pages", "masked_bf16_d128_softcap_dropout",
     "decode_bf16_d128_early", "decode_bf16_d64_packed_pages", "hopper_fp16_latent_page_parts",
     "backward_split_bf16_d64_packed_dropout", "backward_fused_bf16_d64_bias",
-    "backward_hopper_bf16_d128_sinks_ordered", "hopper_bf16_d128_splits", "hopper_bf16_d128_invariant",
+    "backward_hopper_bf16_d128_sinks_ordered", "backward_hopper_bf16_d64_bias", "hopper_bf16_d128_splits",
+    "hopper_bf16_d128_invariant",
     "hopper_bf16_d96_pages_invariant_splits", "masked_bf16_d128_splits",
 ]  # fmt: skip
 

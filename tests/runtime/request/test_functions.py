@@ -6,6 +6,7 @@ import math
 import re
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,8 @@ from flashtune.request.functions.block_lists import block_lists, unwritten_lists
 from flashtune.request.functions.operands import MAX_ROW
 from flashtune.request.functions.tracing import trace
 from flashtune.request.functions.warm_calls import warm_flex_call
+from flashtune.runtime.call_key import short_key
+from flashtune.runtime.session import SESSION
 
 Function = Callable[..., Any]
 SIZE, FACTOR, TABLE = 7, 1.75, torch.rand(4)
@@ -228,6 +231,15 @@ REFUSED: dict[str, tuple[Function, str]] = {
 }  # fmt: skip
 
 
+def without_numbers(text: str) -> str:
+    return re.sub(r"\d+", "0", text)
+
+
+PAGE = (Path(__file__).parents[3] / "docs/flex-attention.md").read_text()
+REFUSALS = PAGE.partition("## Refusals")[2].partition("\n## ")[0]
+LISTED = [text for text in re.findall("`([^`]+)`", without_numbers(REFUSALS)) if len(text) > 11]
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_other_operations_are_refused_in_a_sentence(name: str) -> None:
     function, message = REFUSED[name]
@@ -235,6 +247,7 @@ def test_other_operations_are_refused_in_a_sentence(name: str) -> None:
         trace(function, None)
     assert "\n" not in str(caught.value)
     assert not re.search(r"Traceback|<.* object at", str(caught.value))
+    assert any(sentence in without_numbers(str(caught.value)) for sentence in LISTED)
 
 
 def test_elements_of_tables_are_indices_and_literals_are_too() -> None:
@@ -297,8 +310,12 @@ def call(**changes: Any) -> Any:
     return flashtune.flex_attention(**{**tensors, **changes})
 
 
-def mask_of(size: int = 128, length: int = 64) -> Any:
-    return flex.create_block_mask(global_window, None, None, length, length, device="cpu", BLOCK_SIZE=size)
+def tiles(b: Any, h: Any, q: Any, k: Any) -> Any:
+    return q // 8 >= k // 8
+
+
+def mask_of(size: int = 128, length: int = 64, function: Function = global_window) -> Any:
+    return flex.create_block_mask(function, None, None, length, length, device="cpu", BLOCK_SIZE=size)
 
 
 @pytest.mark.parametrize(
@@ -306,7 +323,7 @@ def mask_of(size: int = 128, length: int = 64) -> Any:
     [
         ({"key": torch.rand(1, 2, 64, 16), "value": torch.rand(1, 2, 64, 16)}, "enable_gqa"),
         ({"block_mask": mask_of(length=65)}, "for 65 and 65 queries and keys"),
-        ({"block_mask": mask_of(32)}, "multiples of 64"),
+        ({"block_mask": mask_of(32, function=tiles)}, "multiples of 64"),
         ({"block_mask": mask_of()[:, :, 0]}, "was sliced"),
         ({"block_mask": torch.rand(3)}, "flashtune.BlockMask"),
         ({"score_mod": 3}, "score_mod is int"),
@@ -436,7 +453,7 @@ def test_lists_of_another_stream_are_not_used(stream: int | None, monkeypatch: p
     q, mask = torch.randn(1, 1, 256, 16), mask_of(length=256)
 
     def score(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
-        return torch.where(q >= k, s, -math.inf)
+        return torch.where(q // 8 >= k // 8, s, -math.inf)
 
     def lists_at(stream: int | None) -> tuple[Any, Any]:
         for module in (block_lists_module, warm_calls):
@@ -451,6 +468,48 @@ def test_lists_of_another_stream_are_not_used(stream: int | None, monkeypatch: p
     assert again[1] is given
     assert other[0] is not listed
     assert other[1] is not given
+
+
+def test_repeated_calls_share_a_kind_and_lists_without_gradients() -> None:
+    q, table, seen = torch.randn(1, 1, 256, 16), torch.zeros(256), []
+
+    def score(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return torch.where((table[q] == table[k]) & (q >= k), s, -math.inf)
+
+    def lists(*arguments: Any) -> Any:
+        seen.append(arguments[2].block_counts)
+        return unwritten_lists(*arguments)
+
+    def record(q: torch.Tensor) -> Any:
+        return warm_flex_call(q, q, q, score, None, None, False, False, lists)
+
+    first, again, other = record(q), record(q), record(q)
+    assert seen == [None, first.side.block_counts, first.side.block_counts]
+    assert first.kind is None
+    assert again.kind is other.kind is not None
+    assert short_key(again) == short_key(other) != short_key(again._replace(q=q.half()))
+    assert short_key(first) is short_key(again._replace(scale=-1.0)) is None
+    trained = q.clone().requires_grad_()
+    one, two = record(trained), record(trained)
+    assert one.side.block_counts is not two.side.block_counts
+    assert two.side.block_counts is not first.side.block_counts
+    table.requires_grad_()
+    record(q)
+    assert record(q).kind is None
+
+
+def test_executors_of_repeated_calls_are_forgotten() -> None:
+    q = torch.randn(1, 1, 16, 16, dtype=torch.float64)
+    results = [flashtune.flex_attention(q, q, q, doubled) for _ in range(3)]
+    assert torch.equal(results[0], results[2])
+    assert SESSION.repeated
+    SESSION.forget()
+    assert not SESSION.repeated
+    assert torch.equal(flashtune.flex_attention(q, q, q, doubled), results[0])
+
+
+def doubled(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    return s * 2.0
 
 
 @torch.inference_mode()

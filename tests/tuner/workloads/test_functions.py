@@ -59,6 +59,9 @@ def test_the_problem_is_that_of_a_call() -> None:
         block_mask = flex.create_block_mask(functions[1], None, heads, 256, 256, device="cpu")
         call = flex_call(q, k, k, functions[0], block_mask, None, True, False, unwritten_lists)
         assert problem(score, mask, shape).key == read_call(call).problem.key
+        recognised = flex_call(q, k, k, None, block_mask, None, True, False, unwritten_lists)
+    assert problem(None, mask).key == read_call(recognised).problem.key
+    assert problem(None, mask).window_left == 98
     call = flex_call(q, k, k, functions[0], None, None, True, False, unwritten_lists)
     assert problem(score, None).key == read_call(call).problem.key
 
