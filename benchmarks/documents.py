@@ -32,6 +32,7 @@ from benchmarks.figures import with_figures
 from benchmarks.host import first_call, first_use
 from benchmarks.integrations import report as integrations_report
 from benchmarks.kernels import (
+    bias_gradients,
     drafts,
     fastest,
     flex,
@@ -85,6 +86,7 @@ SCRIPTS: dict[str, Callable[[], Mapping[str, str]]] = {
     invariance.SCRIPT: invariance.texts,
     flex.SCRIPT: flex.texts,
     flex_gradients.SCRIPT: flex_gradients.texts,
+    bias_gradients.SCRIPT: bias_gradients.texts,
     regret.SCRIPT: lambda: regret.texts(RESULTS),
     mutants.SCRIPT: lambda: mutants.texts(mutants.pages_runs(())),
 }

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import msgspec
 
-from benchmarks.integrations import models, transformers_models
+from benchmarks.integrations import models, torch_flex_suite, transformers_models
 from benchmarks.integrations.torch_sdpa_suite import Report
 from benchmarks.saved import RESULTS, Saved, Source, load, run_of
 from flashtune.tuner.cli.output import table
@@ -18,6 +18,7 @@ NOT_MEASURED = "Not measured."
 MODELS = "nvidia-h200-models.json.gz"
 TRANSFORMERS = tuple(f"nvidia-{gpu}-transformers-models.json.gz" for gpu in ("h200", "h100"))
 SDPA = "nvidia-h200-torch-sdpa-suite.json.gz"
+FLEX = "nvidia-h200-torch-flex-suite.json.gz"
 FLASH_ATTN = {version: f"nvidia-h200-flash-attn-{version}-suite.json.gz" for version in (2, 3, 4)}
 
 Rows = TypeVar("Rows")
@@ -39,6 +40,7 @@ def texts(folder: Path = RESULTS) -> dict[str, str]:
         "transformers-models": _transformers(folder),
         "flash-attn-suite": _flash_attn(folder),
         "torch-sdpa-suite": _sdpa(folder),
+        "torch-flex-suite": _flex(folder),
     }
     return {name: "\n".join(lines) or NOT_MEASURED for name, lines in made.items()}
 
@@ -102,6 +104,19 @@ def _sdpa(folder: Path) -> Iterator[str]:
     yield from table(
         ("cases of PyTorch's own tests", "number"), ((name, str(count)) for name, count in counts.items())
     )
+
+
+def _flex(folder: Path) -> Iterator[str]:
+    saved = _saved(folder / FLEX, torch_flex_suite.Report)
+    if saved is None:
+        return
+    yield from _heading(saved.source)
+    outcomes = ("passed", "refused", "failed", "stopped", "not reached", "failed without flashtune")
+    counts = [(name, saved.rows.outcomes.get(name, 0)) for name in outcomes]
+    yield from table(("PyTorch's own cases", "number"), ((name, str(count)) for name, count in counts))
+    yield ""
+    cells = ((f"`{sentence}`", str(count)) for sentence, count in saved.rows.refusals.items())
+    yield from table(("refusal", "calls"), cells)
 
 
 def _saved(path: Path, kind: type[Rows]) -> Saved[Rows] | None:

@@ -1,49 +1,61 @@
-"""Runs PyTorch's own tests of `flex_attention` with compiled calls served by flashtune.
+"""Runs a seeded sample of PyTorch's own tests of `flex_attention` with compiled calls served by flashtune.
 
-    python -m benchmarks.integrations.torch_flex_suite FILE --seconds 540 --save OUT.json
-    python -m benchmarks.integrations.torch_flex_suite FILE --only score_mod --cases 50
+    python -m benchmarks.integrations.torch_flex_suite FILE --workers 14 --seconds 240 --save OUT.json
+    python -m benchmarks.integrations.torch_flex_suite FILE --functions score_mod --cases 50
 
 FILE is `test/inductor/test_flex_attention.py` of the repository pytorch/pytorch. It needs the package
-expecttest, and a GPU. Each case runs first with torch's function. A case that passes then runs again, with
-compiled calls of the function served by flashtune. Eager calls are torch's, because the tests compare with
-them. A case is refused if flashtune refused one of its calls. `not reached` are cases without such calls, and
-cases that read the code or the counters of torch's compiler. `--part 0/4` runs every fourth case from the
-first one on.
+expecttest, and a GPU. Each test function gets an equal number of cases, as far as it has so many. Several
+processes share the cases. A case that fails with flashtune runs again without it, and counts if it passes.
+
+Compiled calls are served, and eager calls are torch's, because the tests compare with them. Torch's kernels
+count as slower, unless `--measured` is given, so that flashtune serves all calls that it computes. Programs
+may break their graph, also with `fullgraph=True`.
+
+A case is refused if flashtune refused one of its calls. `not reached` are cases without compiled calls, and
+cases that fail because they read the code or the counters of torch's compiler. Cases that the file expects
+to fail do not count.
 """
 
 import argparse
+import contextlib
+import functools
 import hashlib
-import random
+import os
 import re
 import sys
 import time
-import warnings
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import msgspec
 import torch
+from torch import Tensor
+from torch.nn.attention.experimental._paged_attention import PagedAttention
 
 from benchmarks.integrations.torch_sdpa_suite import (
     FAILED,
     PASSED,
     SKIPPED,
+    STOPPED,
     Case,
-    cases,
+    Outcome,
     is_lost,
-    loaded,
     outcome_of,
+    parser_of,
+    shared,
+    work,
 )
 from benchmarks.saved import save
-from flashtune.core.errors import KernelError, UsageError
+from flashtune.core.errors import UsageError
 from flashtune.integrations import flex_attention as integration
 from flashtune.runtime.torch_modes import is_compiling
 
-REFUSED, NOT_REACHED = "refused", "not reached"
+REFUSED, NOT_REACHED, FAILED_WITHOUT = "refused", "not reached", "failed without flashtune"
+EXPECTED = "expected to fail"
+store = PagedAttention.assign
 # Texts in functions that check torch's compiler and not results.
 INTERNALS = (
     "run_and_get_code",
@@ -52,142 +64,140 @@ INTERNALS = (
     "counters",
     "metrics.",
     "assertExpectedInline",
-    "fullgraph",
 )
 # Errors of compared results, whatever else a test checks.
-COMPARED = re.compile("not close|likes are not equal|does not match")
+COMPARED = re.compile("not close|likes are not equal|does not match|greater than ref error|with NaN")
+
+
+class FlexOutcome(Outcome, frozen=True):
+    """The outcome of a case. `forward` is the number of calls that flashtune served."""
+
+    refused: dict[str, int] = msgspec.field(default_factory=dict)  # Refused calls by their sentence.
 
 
 class Report(msgspec.Struct, frozen=True):
     """The outcomes of a run."""
 
     file: str  # SHA-256 of the test file.
-    seconds: float
-    # Cases by outcome: `passed`, `refused`, `failed`, `not reached`, and `skipped` or failed by torch alone.
-    outcomes: dict[str, int]
+    seed: int  # Seed of the sample.
+    measured: bool  # Whether flashtune served only gradients that it computes faster than torch.
+    seconds: float  # Duration of the run.
+    outcomes: dict[str, int]  # Cases by outcome.
     served: int  # Calls that flashtune computed.
     refusals: dict[str, int]  # Refused calls by their sentence.
-    failures: dict[str, str]  # The reasons of failed cases.
+    failures: dict[str, str]  # The reasons of cases that fail only with flashtune.
+    failed_without: dict[str, str]  # The reasons of cases that fail without flashtune too.
     functions: dict[str, dict[str, int]]  # Outcomes by test function.
 
 
-class Run:
-    """Outcomes of cases, one after the other."""
+def main() -> None:
+    """Runs the command line."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--on-cpu", action="store_true", help="run them in Triton's interpreter")
+    options = parser.parse_args()
+    if options.on_cpu:
+        integration.DEVICES.add("cpu")
+    elif not torch.cuda.is_available():
+        raise UsageError("there is no GPU: run this on one, or pass --on-cpu")
+    if options.part is not None:
+        # Several processes compile at the same time.
+        os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+        work(options, functools.partial(compared, options=options))
+        return
+    start = time.monotonic()
+    outcomes = shared("torch_flex_suite", options, FlexOutcome)
+    report = summary(outcomes, options, time.monotonic() - start)
+    sys.stdout.write(msgspec.json.format(msgspec.json.encode(report), indent=1).decode() + "\n")
+    if options.save:
+        save(options.save, report)
 
-    def __init__(self, module: ModuleType, file: Path) -> None:
-        self.module = module
-        self.text = file.read_text()
-        self.outcomes: Counter[str] = Counter()
-        self.refusals: Counter[str] = Counter()
-        self.failures: dict[str, str] = {}
-        self.functions: dict[str, Counter[str]] = {}
-        self.served = 0
 
-    def add(self, case: Case) -> str:
-        """Runs a case, and returns its outcome."""
-        kind = getattr(self.module, case.owner)
+def compared(module: ModuleType, case: Case, options: argparse.Namespace) -> FlexOutcome:
+    """Returns the outcome of a case with flashtune and, unless it passes, without it."""
+    kind = getattr(module, case.owner)
+    made = functools.partial(FlexOutcome, f"{case.owner}.{case.name}", case.function)
+    if getattr(getattr(kind, case.name), "__unittest_expecting_failure__", False):
+        return made(SKIPPED, EXPECTED)
+    torch.compiler.reset()
+    with mock.patch.object(PagedAttention, "assign", assign):
+        with serving(module, options.measured) as active:
+            outcome, why = outcome_of(kind, case.name)
+        made = functools.partial(made, forward=active.served, refused=dict(active.refused))
+        if outcome == PASSED:
+            return made(PASSED, REFUSED if active.refused else PASSED if active.served else NOT_REACHED)
+        if outcome == SKIPPED and not active.served:
+            return made(SKIPPED, SKIPPED, why=why)
+        if is_lost():
+            return made(PASSED, STOPPED, why=f"the GPU was lost: {why}")
+        # Some tests skip themselves if the result is inaccurate.
         torch.compiler.reset()
-        outcome, why = outcome_of(kind, case.name)
-        if outcome == FAILED:
-            outcome = "failed by torch"
-            print(f"{case.owner}.{case.name}: {why}", flush=True)
-        elif outcome == PASSED:
-            torch.compiler.reset()
-            with served(self.module) as active:
-                outcome, why = outcome_of(kind, case.name)
-            self.served += active.served
-            self.refusals += active.refused
-            if outcome == PASSED:
-                outcome = REFUSED if active.refused else PASSED if active.served else NOT_REACHED
-            elif self.reads_compiler(case.function) and not COMPARED.search(why):
-                outcome = NOT_REACHED
-            elif active.refused and not active.served:
-                outcome = REFUSED
-            else:
-                self.failures[f"{case.owner}.{case.name}"] = why
-        self.outcomes[outcome] += 1
-        self.functions.setdefault(case.function, Counter())[outcome] += 1
-        return outcome
-
-    def reads_compiler(self, function: str) -> bool:
-        """Returns whether a test function checks torch's compiler."""
-        _, _, rest = self.text.partition(f"    def {function}(")
-        return any(word in rest.partition("\n    def ")[0] for word in INTERNALS)
-
-    def report(self, file: Path, seconds: float) -> Report:
-        """Returns the sums."""
-        digest = hashlib.sha256(file.read_bytes()).hexdigest()
-        functions = {name: dict(counts) for name, counts in sorted(self.functions.items())}
-        return Report(
-            digest,
-            round(seconds, 1),
-            dict(self.outcomes),
-            self.served,
-            dict(self.refusals.most_common()),
-            self.failures,
-            functions,
-        )
+        without, others = outcome_of(kind, case.name)
+    if without == SKIPPED:
+        return made(SKIPPED, SKIPPED, why=others)
+    if without == FAILED:
+        return made(FAILED, FAILED_WITHOUT, why=f"{others}; with flashtune: {why}")
+    if reads_compiler(options.file.read_text(), case.function) and not COMPARED.search(why):
+        return made(PASSED, NOT_REACHED, why=why)
+    return made(PASSED, FAILED, why=why)
 
 
-@contextmanager
-def served(module: ModuleType) -> Iterator[integration.Activation]:
+def assign(cache: PagedAttention, batch: Tensor, positions: Tensor, *tensors: Tensor) -> None:
+    """Stores keys and values. In tests of torch 2.6, positions have no dimension of sequences."""
+    store(cache, batch, positions.expand(len(batch), -1), *tensors)
+
+
+def reads_compiler(text: str, function: str) -> bool:
+    """Returns whether a test function, or a method that it calls, checks torch's compiler."""
+    own = text.partition(f"    def {function}(")[2].partition("\n    def ")[0]
+    called = [text.partition(f"    def {name}(")[2] for name in re.findall(r"self\.(run_\w+)\(", own)]
+    bodies = [own, *(rest.partition("\n    def ")[0] for rest in called)]
+    return any(word in body for word in INTERNALS for body in bodies)
+
+
+@contextlib.contextmanager
+def serving(module: ModuleType, measured: bool) -> Iterator[integration.Activation]:
     """Serves compiled calls of the test module's function by flashtune."""
-    torchs = vars(module)["flex_attention"]
-    with integration.activate() as active:
+    torchs, compile_ = vars(module)["flex_attention"], torch.compile
+
+    def compiled(*arguments: Any, **options: Any) -> Any:
+        return compile_(*arguments, **{**options, "fullgraph": False})
+
+    with contextlib.ExitStack() as stack:
+        active = stack.enter_context(integration.activate())
 
         def flex_attention(*arguments: Any, **options: Any) -> Any:
             if is_compiling():
                 return torch.compiler.disable(active.from_compiled)(*arguments, **options)
             return torchs(*arguments, **options)
 
-        vars(module)["flex_attention"] = flex_attention
-        try:
-            yield active
-        finally:
-            vars(module)["flex_attention"] = torchs
+        stack.enter_context(mock.patch.object(module, "flex_attention", flex_attention))
+        stack.enter_context(mock.patch.object(torch, "compile", compiled))
+        if not measured:
+            stack.enter_context(mock.patch.object(integration, "_has_fast_gradients", return_value=True))
+        yield active
 
 
-def main() -> None:
-    """Runs the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("file", type=Path, help="test/inductor/test_flex_attention.py of pytorch/pytorch")
-    parser.add_argument("--only", default="", help="run test functions with this text in their names")
-    parser.add_argument("--cases", type=int, help="draw so many cases; all by default")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=3600.0, help="when to stop before all cases ran")
-    parser.add_argument("--part", default="0/1", metavar="PART/PARTS", help="run a part of the cases")
-    parser.add_argument("--collect", action="store_true", help="only list the cases, also without a GPU")
-    parser.add_argument("--on-cpu", action="store_true", help="run them in Triton's interpreter")
-    parser.add_argument("--save", type=Path, metavar="FILE", help="write the report to FILE, in JSON")
-    options = parser.parse_args()
-    if not options.file.exists():
-        raise UsageError(f"{options.file} is missing: fetch it from pytorch/pytorch")
-    if options.on_cpu:
-        integration.DEVICES.add("cpu")
-    elif not torch.cuda.is_available() and not options.collect:
-        raise UsageError("there is no GPU: run this on one, or pass --on-cpu")
-    warnings.simplefilter("ignore")
-    module = loaded(options.file, "cuda" if torch.cuda.is_available() else "cpu")
-    listed = cases(module, options.file, options.only)
-    random.Random(options.seed).shuffle(listed)  # noqa: S311 - a sample needs no secret
-    part, _, parts = options.part.partition("/")
-    listed = listed[: options.cases][int(part) :: int(parts)]
-    if options.collect:
-        print(*(f"{case.owner}.{case.name}" for case in listed), f"{len(listed)} cases", sep="\n")
-        return
-    run, start = Run(module, options.file), time.monotonic()
-    for case in listed:
-        if time.monotonic() - start > options.seconds:
-            break
-        outcome = run.add(case)
-        if outcome != SKIPPED:
-            print(f"{outcome:15} {case.owner}.{case.name}", flush=True)
-        if is_lost():
-            raise KernelError(f"{case.owner}.{case.name} lost the GPU: run the others with --only or --part")
-    report = run.report(options.file, time.monotonic() - start)
-    sys.stdout.write(msgspec.json.format(msgspec.json.encode(report), indent=1).decode() + "\n")
-    if options.save:
-        save(options.save, report)
+def summary(outcomes: Sequence[FlexOutcome], options: argparse.Namespace, seconds: float) -> Report:
+    """Returns the report of all outcomes."""
+    refusals: Counter[str] = Counter()
+    functions: dict[str, Counter[str]] = {}
+    for outcome in outcomes:
+        refusals.update(outcome.refused)
+        functions.setdefault(outcome.function, Counter())[str(outcome.active)] += 1
+    fails = [outcome for outcome in outcomes if outcome.active in (FAILED, STOPPED)]
+    without = [outcome for outcome in outcomes if outcome.active == FAILED_WITHOUT]
+    return Report(
+        hashlib.sha256(options.file.read_bytes()).hexdigest(),
+        options.seed,
+        options.measured,
+        round(seconds, 1),
+        dict(Counter(str(outcome.active) for outcome in outcomes)),
+        sum(outcome.forward for outcome in outcomes),
+        dict(refusals.most_common()),
+        {outcome.case: f"{outcome.active}: {outcome.why}" for outcome in fails},
+        {outcome.case: outcome.why for outcome in without},
+        {name: dict(counts) for name, counts in sorted(functions.items())},
+    )
 
 
 if __name__ == "__main__":

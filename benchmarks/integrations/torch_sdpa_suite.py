@@ -30,7 +30,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from unittest import mock
 
 import msgspec
@@ -74,6 +74,9 @@ class Outcome(msgspec.Struct, frozen=True):
     forward: int = 0  # Number of calls that flashtune served in one run of the case.
     backward: int = 0  # Number of backward passes, likewise.
     why: str = ""  # The reason of a failure.
+
+
+Kind = TypeVar("Kind", bound=Outcome)
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -122,8 +125,24 @@ class Served:
 
 def main() -> None:
     """Runs the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("file", type=Path, help="test/test_transformers.py of PyTorch's repository")
+    options = parser_of(__doc__).parse_args()
+    if options.part is not None:
+        served = Served()
+        with serving(served, options.measured):
+            work(options, functools.partial(compared, served=served))
+        return
+    start = time.monotonic()
+    outcomes = shared("torch_sdpa_suite", options, Outcome)
+    report = summary(outcomes, options, time.monotonic() - start)
+    show(report)
+    if options.save:
+        save(options.save, report)
+
+
+def parser_of(description: str | None) -> argparse.ArgumentParser:
+    """Returns the options of a run of a test file of PyTorch."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("file", type=existing, help="the test file of the repository pytorch/pytorch")
     parser.add_argument("--cases", type=int, default=1000, help="cases that must run, without skipped ones")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=3600.0, help="when to stop before all cases ran")
@@ -134,37 +153,32 @@ def main() -> None:
     parser.add_argument("--part", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--first", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--lines", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if not options.file.exists():
-        raise UsageError(f"{options.file} is missing: fetch test/test_transformers.py of pytorch/pytorch")
-    if options.part is not None:
-        work(options)
-        return
-    start = time.monotonic()
-    outcomes = shared(options)
-    report = summary(outcomes, options, time.monotonic() - start)
-    show(report)
-    if options.save:
-        save(options.save, report)
+    return parser
 
 
-def work(options: argparse.Namespace) -> None:
+def existing(path: str) -> Path:
+    """Returns the path of a test file, which must exist."""
+    if not Path(path).exists():
+        raise UsageError(f"{path} is missing: fetch it from pytorch/pytorch")
+    return Path(path)
+
+
+def work(options: argparse.Namespace, compared: Callable[[ModuleType, Case], Outcome]) -> None:
     """Runs the cases of one process, and writes a line before and after each."""
     warnings.simplefilter("ignore")
     end = time.monotonic() + options.seconds
     module = loaded(options.file, "cuda" if torch.cuda.is_available() else "cpu")
     drawn = sample(cases(module, options.file, options.functions), options)
     own = drawn[options.part :: options.workers]
-    served = Served()
     wanted = -(-(options.cases - options.part) // options.workers)
-    ran = sum(outcome.without != SKIPPED for outcome in read(options.lines)) if options.first else 0
-    with options.lines.open("a") as lines, serving(served, options.measured):
+    ran = sum(outcome.without != SKIPPED for outcome in read(options.lines, Outcome)) if options.first else 0
+    with options.lines.open("a") as lines:
         for number, case in enumerate(own[options.first :], options.first):
             if ran >= wanted or time.monotonic() > end:
                 break
             lines.write(json.dumps({"number": number, "case": f"{case.owner}.{case.name}"}) + "\n")
             lines.flush()
-            outcome = compared(module, case, served)
+            outcome = compared(module, case)
             ran += outcome.without != SKIPPED
             lines.write(msgspec.json.encode(outcome).decode() + "\n")
             lines.flush()
@@ -290,42 +304,44 @@ def is_lost() -> bool:
     return False
 
 
-def read(lines: Path) -> list[Outcome]:
+def read(lines: Path, kind: type[Kind]) -> list[Kind]:
     """Returns the outcomes in a file of lines."""
     records = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
-    return [msgspec.convert(record, Outcome) for record in records if "function" in record]
+    return [msgspec.convert(record, kind) for record in records if "function" in record]
 
 
-def shared(options: argparse.Namespace) -> list[Outcome]:
-    """Returns the outcomes of all processes."""
+def shared(suite: str, options: argparse.Namespace, kind: type[Kind]) -> list[Kind]:
+    """Returns the outcomes of all processes. Each runs the module `suite` of this package."""
     end = time.monotonic() + options.seconds
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder) / f"{part}.jsonl" for part in range(options.workers)]
         errors: list[str] = []
         threads = [
-            threading.Thread(target=supervised, args=(part, file, end, options, errors))
+            threading.Thread(target=supervised, args=(suite, part, file, end, options, errors))
             for part, file in enumerate(files)
         ]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        outcomes = [outcome for file in files for outcome in read(file)]
+        outcomes = [outcome for file in files for outcome in read(file, kind)]
     if errors and not outcomes:
         raise KernelError(f"a process of the tests ended: {errors[0]}")
     return outcomes
 
 
-def supervised(part: int, lines: Path, end: float, options: argparse.Namespace, errors: list[str]) -> None:
+def supervised(
+    suite: str, part: int, lines: Path, end: float, options: argparse.Namespace, errors: list[str]
+) -> None:
     """Runs the cases of one part, in a new process after each that was lost."""
     first = 0
     while (left := end - time.monotonic()) > 0:
-        command = [sys.executable, "-m", "benchmarks.integrations.torch_sdpa_suite", str(options.file)]
-        numbers = {"cases": options.cases, "seed": options.seed, "workers": options.workers}
-        numbers |= {"seconds": left, "part": part, "first": first, "lines": lines}
-        numbers["functions"] = options.functions
-        command += [f"--{name}={value}" for name, value in numbers.items()]
-        command += ["--measured"] * options.measured
+        own = {"seconds": left, "part": part, "first": first, "lines": lines, "file": None, "save": None}
+        command = [sys.executable, "-m", f"benchmarks.integrations.{suite}", str(options.file)]
+        for name, value in {**vars(options), **own}.items():
+            option = f"--{name.replace('_', '-')}"
+            if value is not None and value is not False:
+                command.append(option if value is True else f"{option}={value}")
         with tempfile.TemporaryFile() as words:
             process = subprocess.Popen(command, stdout=words, stderr=words)
             code = watched(process, lines, end)

@@ -5,7 +5,7 @@
 
 Outputs are first compared with torch's uncompiled function in float64, at 1000 queries and keys. The error
 may be two and a half times that of torch's compiled function. Then runs are interleaved in random order, with
-a cold L2 before each, and times are medians. ALiBi, softcap and windows are also timed as features of
+a cold L2 before each, and times are medians. Functions that compute a feature are also timed as features of
 `flashtune.attention`. Shapes have 16k tokens in bf16. Needs a GPU.
 """
 
@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 from torch import Tensor
+from torch._inductor.exc import InductorError
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import flashtune
@@ -30,11 +31,20 @@ from flashtune.tuner.cli.output import table
 from flashtune.tuner.execution.timing import measure_interleaved
 
 SCRIPT = "benchmarks/kernels/flex.py"
-SAVED = RESULTS / "nvidia-h200-flex.json.gz"
+SAVED = tuple(RESULTS / f"nvidia-h200-flex{part}.json.gz" for part in ("", "-second"))
 TOKENS = 16_384
 ROUNDS = 21
 CHECKED, CALLS = 1000, 100
-WINDOW, CAP, SHIFT, IMAGE, NEAR = 1024, 20.0, 0.5, 64, 6
+WINDOW, CAP, IMAGE, NEAR = 1024, 20.0, 64, 6
+# Of torch, where its usual tiles do not fit shared memory.
+SMALL_TILES = {
+    "BLOCK_M": 64,
+    "BLOCK_N": 64,
+    "BLOCK_M1": 32,
+    "BLOCK_N1": 64,
+    "BLOCK_M2": 64,
+    "BLOCK_N2": 32,
+}
 Function = Callable[..., Tensor]
 
 
@@ -45,6 +55,9 @@ class Functions(NamedTuple):
     mask: Function | None = None
     batches: bool = False  # Whether the mask differs between sequences.
     built_in: dict[str, Any] | None = None
+    captured: tuple[Tensor, ...] = ()  # Captured tensors that a program would train.
+    size: int = 128  # Queries and keys of a block of the block mask.
+    visible: Tensor | None = None  # The visible blocks, [queries, keys], in place of functions.
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -85,16 +98,20 @@ def gallery(batch: int, heads: int, seqlen: int, device: torch.device) -> dict[s
     gates = torch.randn(batch, heads, seqlen, device=device, generator=generator)
     temperatures = torch.rand(heads, device=device, generator=generator) + 0.5
     return {
-        "causal": Functions(mask=lambda b, h, q, k: q >= k),
+        "causal": Functions(mask=lambda b, h, q, k: q >= k, built_in={"causal": True}),
         "window": Functions(
             mask=lambda b, h, q, k: (q >= k) & (q - k < WINDOW),
             built_in={"causal": True, "window": (WINDOW - 1, 0)},
         ),
         "alibi": Functions(
-            lambda s, b, h, q, k: s - slopes[h] * (q - k).abs(), built_in={"alibi_slopes": slopes}
+            lambda s, b, h, q, k: s - slopes[h] * (q - k).abs(),
+            built_in={"alibi_slopes": slopes},
+            captured=(slopes,),
         ),
         "softcap": Functions(lambda s, b, h, q, k: CAP * torch.tanh(s / CAP), built_in={"softcap": CAP}),
-        "relative bias": Functions(lambda s, b, h, q, k: s + table[h, (q - k).clamp(-128, 128) + 128]),
+        "relative bias": Functions(
+            lambda s, b, h, q, k: s + table[h, (q - k).clamp(-128, 128) + 128], captured=(table,)
+        ),
         "documents": Functions(mask=lambda b, h, q, k: (documents[q] == documents[k]) & (q >= k)),
         "prefix": Functions(mask=lambda b, h, q, k: (k < prefixes[b]) | (q >= k), batches=True),
         "dilated window": Functions(mask=lambda b, h, q, k: ((q - k).abs() <= WINDOW) & ((q - k) % 4 == 0)),
@@ -103,10 +120,8 @@ def gallery(batch: int, heads: int, seqlen: int, device: torch.device) -> dict[s
                 ((q % IMAGE - k % IMAGE).abs() <= NEAR) & ((q // IMAGE - k // IMAGE).abs() <= NEAR)
             )
         ),
-        "gated scores": Functions(
-            lambda s, b, h, q, k: s * torch.sigmoid(gates[b, h, q]) + torch.tanh(s - SHIFT)
-        ),
-        "temperature": Functions(lambda s, b, h, q, k: s / temperatures[h]),
+        "gated scores": Functions(lambda s, b, h, q, k: s * torch.sigmoid(gates[b, h, q]), captured=(gates,)),
+        "temperature": Functions(lambda s, b, h, q, k: s / temperatures[h], captured=(temperatures,)),
     }
 
 
@@ -126,19 +141,25 @@ def main() -> None:
     raise SystemExit(not all(row.is_right for row in rows))
 
 
-def measure(name: str, heads: int, kv_heads: int, seqlen: int, head_dim: int) -> Row:
-    """Returns the times of all implementations of a case in one run, after their comparison."""
+def measure(name: str, heads: int, kv_heads: int, seqlen: int, head_dim: int, small: bool = False) -> Row:
+    """Returns the times of all implementations of a case in one run, after their comparison.
+
+    Torch has small tiles if its usual ones do not fit shared memory.
+    """
     device = torch.device("cuda", 0)
     torch.compiler.reset()
-    checked = check(name, heads, kv_heads, head_dim, device)
+    try:
+        checked = check(name, heads, kv_heads, head_dim, device, small)
+    except InductorError:
+        if small:
+            raise
+        return measure(name, heads, kv_heads, seqlen, head_dim, small=True)
     batch = max(1, TOKENS // seqlen)
     case = gallery(batch, heads, seqlen, device)[name]
     q, k, v = inputs(batch, heads, kv_heads, seqlen, head_dim, device)
     mask = block_mask(case, batch, seqlen, device)
     own = functools.partial(flashtune.flex_attention, q, k, v, case.score, mask, enable_gqa=heads > kv_heads)
-    theirs = functools.partial(
-        torch.compile(flex_attention, dynamic=False), q, k, v, case.score, mask, enable_gqa=heads > kv_heads
-    )
+    theirs = functools.partial(compiled(small), q, k, v, case.score, mask, enable_gqa=heads > kv_heads)
     runs: dict[str, Callable[[], Any]] = {"ours": own, "theirs": theirs}
     if case.built_in is not None:
         runs["built_in"] = functools.partial(
@@ -167,8 +188,15 @@ class Check(NamedTuple):
     built_in_host_us: float | None
 
 
+def compiled(small: bool, *, autotuned: bool = False) -> Function:
+    """Returns torch's compiled function, with small tiles or the fastest of its tiles if requested."""
+    mode = "max-autotune-no-cudagraphs" if autotuned else None
+    function: Function = torch.compile(flex_attention, dynamic=False, mode=mode)
+    return functools.partial(function, kernel_options=SMALL_TILES) if small else function
+
+
 @functools.cache
-def check(name: str, heads: int, kv_heads: int, head_dim: int, device: torch.device) -> Check:
+def check(name: str, heads: int, kv_heads: int, head_dim: int, device: torch.device, small: bool) -> Check:
     """Returns errors, the time of the first call, and host times of later calls."""
     case = gallery(2, heads, CHECKED, device)[name]
     q, k, v = inputs(2, heads, kv_heads, CHECKED, head_dim, device)
@@ -177,7 +205,7 @@ def check(name: str, heads: int, kv_heads: int, head_dim: int, device: torch.dev
         warnings.simplefilter("ignore")
         gqa = heads > kv_heads
         exact = flex_attention(q.double(), k.double(), v.double(), case.score, mask, enable_gqa=gqa)
-        theirs = torch.compile(flex_attention, dynamic=False)(q, k, v, case.score, mask, enable_gqa=gqa)
+        theirs = compiled(small)(q, k, v, case.score, mask, enable_gqa=gqa)
         torch.cuda.synchronize()
         started = time.perf_counter()
         ours = flashtune.flex_attention(q, k, v, case.score, mask, enable_gqa=gqa)
@@ -218,7 +246,8 @@ def block_mask(case: Functions, batch: int, seqlen: int, device: torch.device) -
     """Returns torch's block mask of a case, or None."""
     if case.mask is None:
         return None
-    return create_block_mask(case.mask, batch if case.batches else None, None, seqlen, seqlen, device=device)
+    extents = batch if case.batches else None, None, seqlen, seqlen
+    return create_block_mask(case.mask, *extents, device=device, BLOCK_SIZE=case.size)
 
 
 def line(row: Row) -> str:
@@ -246,8 +275,8 @@ def summary(rows: list[Row]) -> str:
 
 
 def texts() -> dict[str, str]:
-    """Returns the table of the saved run, by name."""
-    saved = load(SAVED, tuple[Row, ...])
+    """Returns the table of the saved runs, by name."""
+    runs = [load(path, tuple[Row, ...]) for path in SAVED]
     rows = [
         (
             row.function,
@@ -257,13 +286,14 @@ def texts() -> dict[str, str]:
             f"{row.speedup:.2f}",
             f"{row.built_in / row.ours:.2f}" if row.built_in else "–",
         )
-        for row in saved.rows
+        for run in runs
+        for row in run.rows
     ]
     heads = (
         *("function", "heads", "tokens", "head dim", "ms", "torch, ms", "speed over torch"),
         "over the built-in feature",
     )
-    return {"flex": "\n".join((f"{run_of(saved.source)}, bf16:", "", *table(heads, rows)))}
+    return {"flex": "\n".join((f"{run_of(runs[0].source)}, bf16:", "", *table(heads, rows)))}
 
 
 def _heads(text: str) -> tuple[int, int]:

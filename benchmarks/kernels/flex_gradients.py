@@ -13,56 +13,45 @@ with a function. Needs a GPU.
 import random
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import torch
 import torch._functorch.config as compiling
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch._inductor.exc import InductorError
+from torch.nn.attention.flex_attention import flex_attention
 
 import flashtune
 from benchmarks.kernels.flex import (
-    CAP,
     CHECKED,
     ROUNDS,
     TOKENS,
-    WINDOW,
     Function,
+    Functions,
+    block_mask,
+    compiled,
+    gallery,
     inputs,
     options_of,
     shapes_of,
 )
 from benchmarks.saved import RESULTS, load, run_of, save
+from flashtune.core.target import find_target
 from flashtune.dispatch.versions import driver_version
+from flashtune.templates.registry import find_family
+from flashtune.templates.rendering import render
+from flashtune.tuner.binary.resources import read_resources
 from flashtune.tuner.cli.output import table
 from flashtune.tuner.execution.timing import measure_interleaved, once
 
 SCRIPT = "benchmarks/kernels/flex_gradients.py"
-SAVED = tuple(RESULTS / f"nvidia-h200-flex-gradients{part}.json.gz" for part in ("", "-second"))
+SAVED = tuple(RESULTS / f"nvidia-h200-flex-gradients{part}.json.gz" for part in ("", "-second", "-third"))
 
 # Torch adds gradients of captured tensors by atomics, which takes seconds if a head has one element.
-SLOW_MS, FEW_ROUNDS = 100.0, 3
-# Torch's default tiles are larger than these blocks of a block mask.
+SLOW_MS, FEW_ROUNDS = 100.0, 1
+# The smaller blocks of a block mask.
 SMALL = 64
-SMALL_TILES = {
-    "BLOCK_M": 64,
-    "BLOCK_N": 64,
-    "BLOCK_M1": 32,
-    "BLOCK_N1": 64,
-    "BLOCK_M2": 64,
-    "BLOCK_N2": 32,
-}
-
-
-class Functions(NamedTuple):
-    """The functions of one case, and its captured tensors that require grad."""
-
-    score: Function | None = None
-    mask: Function | None = None
-    captured: tuple[Tensor, ...] = ()
-    size: int = 128  # Queries and keys of a block of the block mask.
-    visible: Tensor | None = None  # The visible blocks, [queries, keys], in place of functions.
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -77,6 +66,8 @@ class Row(msgspec.Struct, frozen=True):
     theirs: float  # Of torch's compiled function.
     error: float  # The largest error of a gradient over its largest element, at CHECKED queries.
     their_error: float  # Likewise of torch's compiled function.
+    family: str = ""  # The kernel of flashtune, and the bytes that each thread of it spills.
+    spilled: int = 0
 
     @property
     def is_right(self) -> bool:
@@ -85,34 +76,25 @@ class Row(msgspec.Struct, frozen=True):
 
 
 def cases(batch: int, heads: int, seqlen: int, device: torch.device) -> dict[str, Functions]:
-    """Returns the functions, with captured tensors for these extents."""
+    """Returns the functions of the gallery and more, with captured tensors for these extents."""
     generator = torch.Generator(device).manual_seed(0)
-
-    def trained(*shape: int) -> Tensor:
-        return torch.rand(shape, device=device, generator=generator).requires_grad_()
-
-    slopes, table, bias = trained(heads), trained(heads, 257), trained(seqlen, seqlen)
-    gates, temperatures = trained(batch, heads, seqlen), trained(heads)
-    documents = torch.arange(seqlen, device=device) * 7 // seqlen
+    bias, caps = (
+        torch.rand(shape, device=device, generator=generator) + 0.5 for shape in ((seqlen, seqlen), (heads,))
+    )
     blocks = {
         f"blocks of {size}, {percent}%": _blocks(size, percent, seqlen, generator)
         for size in (SMALL, 128)
         for percent in (20, 30, 60)
     }
-    return {
-        "causal": Functions(mask=lambda b, h, q, k: q >= k),
-        "window": Functions(mask=lambda b, h, q, k: (q >= k) & (q - k < WINDOW)),
-        "alibi": Functions(lambda s, b, h, q, k: s - slopes[h] * (q - k).abs(), captured=(slopes,)),
-        "softcap": Functions(lambda s, b, h, q, k: CAP * torch.tanh(s / CAP)),
-        "relative bias": Functions(
-            lambda s, b, h, q, k: s + table[h, (q - k).clamp(-128, 128) + 128], captured=(table,)
-        ),
+    found = {
+        **gallery(batch, heads, seqlen, device),
         "bias": Functions(lambda s, b, h, q, k: s + bias[q, k], captured=(bias,)),
-        "documents": Functions(mask=lambda b, h, q, k: (documents[q] == documents[k]) & (q >= k)),
-        "gated scores": Functions(lambda s, b, h, q, k: s * torch.sigmoid(gates[b, h, q]), captured=(gates,)),
-        "temperature": Functions(lambda s, b, h, q, k: s / (0.5 + temperatures[h]), captured=(temperatures,)),
+        "learned cap": Functions(lambda s, b, h, q, k: caps[h] * torch.tanh(s / caps[h]), captured=(caps,)),
         **blocks,
     }
+    for case in found.values():
+        _trained(case.captured)
+    return found
 
 
 def _blocks(size: int, percent: int, seqlen: int, generator: torch.Generator) -> Functions:
@@ -144,12 +126,21 @@ def main() -> None:
     raise SystemExit(wrong > 0)
 
 
-def measure(name: str, heads: int, kv_heads: int, seqlen: int, head_dim: int) -> Row:
-    """Returns the times of both implementations of a case in one run, after their comparison."""
+def measure(name: str, heads: int, kv_heads: int, seqlen: int, head_dim: int, small: bool = False) -> Row:
+    """Returns the times of both implementations of a case in one run, after their comparison.
+
+    Torch has small tiles if its usual ones do not fit shared memory.
+    """
     torch.compiler.reset()
     device = torch.device("cuda", 0)
-    theirs = torch.compile(flex_attention, dynamic=False)
-    errors = check(name, heads, kv_heads, head_dim, theirs, device)
+    # Its usual tiles are larger than such blocks.
+    theirs = compiled(small, autotuned=name.startswith(f"blocks of {SMALL},"))
+    try:
+        errors = check(name, heads, kv_heads, head_dim, theirs, device)
+    except InductorError:
+        if small:
+            raise
+        return measure(name, heads, kv_heads, seqlen, head_dim, small=True)
     batch = max(1, TOKENS // seqlen)
     case = cases(batch, heads, seqlen, device)[name]
     tensors = _trained(inputs(batch, heads, kv_heads, seqlen, head_dim, device))
@@ -159,7 +150,20 @@ def measure(name: str, heads: int, kv_heads: int, seqlen: int, head_dim: int) ->
     rounds = ROUNDS if slowest < SLOW_MS else FEW_ROUNDS
     measured = measure_interleaved([runs[place] for place in order], device, rounds=rounds)
     times = dict(zip(order, (measurement.ms for measurement in measured), strict=True))
-    return Row(name, heads, kv_heads, seqlen, head_dim, times[0], times[1], *errors)
+    return Row(name, heads, kv_heads, seqlen, head_dim, times[0], times[1], *errors, *kernel(case, tensors))
+
+
+def kernel(case: Functions, tensors: list[Tensor]) -> tuple[str, int]:
+    """Returns the family of flashtune's kernel, and the bytes that each of its threads spills."""
+    mask, options = arguments(flashtune.flex_attention, case, tensors)
+    q, k, v = tensors
+    found = flashtune.explain_flex(q, k, v, case.score, mask, enable_gqa=options["enable_gqa"]).backward
+    if found is None or found.selection is None or found.specialization is None:
+        return ("" if found is None else found.backend), 0
+    record = found.selection.record
+    assert record.config is not None
+    rendered = render(find_family(record.family), found.problem, record.config, found.specialization)
+    return record.family, read_resources(rendered, find_target(found.target)).spill_bytes
 
 
 def check(
@@ -186,20 +190,22 @@ def check(
 
 def backward(function: Any, case: Functions, tensors: list[Tensor]) -> Callable[[], tuple[Tensor, ...]]:
     """Returns the backward pass alone, with the gradients of captured tensors."""
-    q, k, v = tensors
-    mask: Any = None
-    if case.visible is not None and function is flashtune.flex_attention:
-        mask = flashtune.BlockMask.from_blocks(case.visible, case.size)
-    elif case.mask is not None:
-        extents = None, None, q.shape[2], k.shape[2]
-        mask = create_block_mask(case.mask, *extents, device=q.device, BLOCK_SIZE=case.size)
-    options: dict[str, Any] = {"enable_gqa": q.shape[1] > k.shape[1]}
-    if case.size == SMALL and function is not flashtune.flex_attention:
-        options["kernel_options"] = SMALL_TILES
-    out = function(q, k, v, case.score, mask, **options)
+    q = tensors[0]
+    mask, options = arguments(function, case, tensors)
+    out = function(*tensors, case.score, mask, **options)
     generator = torch.Generator(q.device).manual_seed(2)
     dout = torch.randn(out.shape, device=q.device, generator=generator).to(torch.bfloat16).to(out.dtype)
     return lambda: torch.autograd.grad(out, (*tensors, *case.captured), dout, retain_graph=True)
+
+
+def arguments(function: Any, case: Functions, tensors: list[Tensor]) -> tuple[Any, dict[str, Any]]:
+    """Returns the block mask and the options of a call of either function."""
+    q, k, _ = tensors
+    is_own = function is flashtune.flex_attention
+    options: dict[str, Any] = {"enable_gqa": q.shape[1] > k.shape[1]}
+    if case.visible is not None and is_own:
+        return flashtune.BlockMask.from_blocks(case.visible, case.size), options
+    return block_mask(case, q.shape[0], q.shape[2], q.device), options
 
 
 def _trained(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -210,13 +216,19 @@ def texts() -> dict[str, str]:
     """Returns the table of the saved runs, by name."""
     runs = [load(path, tuple[Row, ...]) for path in SAVED]
     rows = [
-        (row.function, f"{row.ours:.3f}", f"{row.theirs:.3f}", f"{row.theirs / row.ours:.2f}")
+        (
+            row.function,
+            str(row.head_dim),
+            f"{row.ours:.3f}",
+            f"{row.theirs:.3f}",
+            f"{row.theirs / row.ours:.2f}",
+        )
         for run in runs
         for row in run.rows
     ]
     first = runs[0].rows[0]
-    shape = f"{first.heads}/{first.kv_heads} heads, {first.seqlen} tokens, head dim {first.head_dim}"
-    heads = "function", "ms", "torch, ms", "speed over torch"
+    shape = f"{first.heads}/{first.kv_heads} heads, {first.seqlen} tokens"
+    heads = "function", "head dim", "ms", "torch, ms", "speed over torch"
     intro = f"{run_of(runs[0].source)}, bf16, {shape}:"
     return {"flex-gradients": "\n".join((intro, "", *table(heads, rows)))}
 
@@ -226,7 +238,8 @@ def line(row: Row) -> str:
     shape = f"{row.heads}/{row.kv_heads} heads, S={row.seqlen}, D={row.head_dim}"
     verdict = "" if row.is_right else f"; WRONG: error {row.error:.2g} of {row.their_error:.2g}"
     speedup = row.theirs / row.ours
-    return f"{row.function}, {shape}: {row.ours:.3f} ms of {row.theirs:.3f} ({speedup:.2f}x){verdict}"
+    times = f"{row.ours:.3f} ms of {row.theirs:.3f} ({speedup:.2f}x)"
+    return f"{row.function}, {shape}: {times}; {row.family}, {row.spilled} bytes spilled{verdict}"
 
 
 if __name__ == "__main__":
