@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.kernels import flex, gym
+from benchmarks.kernels import flex, flex_gradients, gym
 from flashtune.core.errors import UsageError
 from flashtune.request.functions.tracing import trace
 
@@ -15,6 +15,13 @@ CPU = torch.device("cpu")
 def test_all_functions_can_be_traced() -> None:
     found = flex.gallery(2, 8, 512, CPU)
     assert len(found) >= 10
+    assert all(trace(own.score, own.mask).functions for own in found.values())
+
+
+def test_gradients_are_measured_of_all_functions_of_the_gallery() -> None:
+    found = flex_gradients.cases(2, 8, 512, CPU)
+    assert flex.gallery(2, 8, 512, CPU).keys() <= found.keys()
+    assert all(tensor.requires_grad for own in found.values() for tensor in own.captured)
     assert all(trace(own.score, own.mask).functions for own in found.values())
 
 
