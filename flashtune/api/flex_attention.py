@@ -108,6 +108,7 @@ def explain_flex(
     has_functions = score_mod is not None or is_flex_mask(block_mask)
     if not has_functions or call.options.functions or call.options.block_size:
         return explained
+    # An identity has no feature.
     return msgspec.structs.replace(explained, recognised=features_text(explained.problem))
 
 

@@ -111,9 +111,9 @@ def shape_text(problem: Problem) -> str:
 
 
 def features_text(problem: Problem) -> str:
-    """Returns the causal mask and the features of a problem as `shape_text` has them, or `no features`."""
+    """Returns the causal mask and the features of a problem as `shape_text` has them, or an empty text."""
     words = (CAUSAL_WORDS[problem.causal], *_feature_texts(problem))
-    return ",".join(word for word in words if word) or "no features"
+    return ",".join(word for word in words if word)
 
 
 def _feature_texts(problem: Problem) -> tuple[str, ...]:

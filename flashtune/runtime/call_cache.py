@@ -61,8 +61,9 @@ def run_call(call: Call) -> Result:
     call = unsigned(call)
     executor = SESSION.executor(call)
     # Another thread may have forgotten it.
-    if key is not None and call_key(call) in executors:
-        keep(repeated, key, executor)
+    with SESSION.preparing:
+        if key is not None and executors.get(call_key(call)) is executor:
+            keep(repeated, key, executor)
     return executor(call.q, call.k, call.v, call.scale, call.side)
 
 

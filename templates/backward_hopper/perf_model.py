@@ -49,7 +49,7 @@ PRODUCTS_SHARE = 0.62
 TURNS_SHARE = 0.68
 # Time of a block with a softcap. Its exponentials and reciprocals do not overlap with all products.
 CAPPED = 1.4
-# Time of a block with a bias, which was not measured. Sums with it do not overlap with all products.
+# Time of a block with a bias, which was not fitted. Sums with it do not overlap with all products.
 BIASED = 1.15
 # A bias has slots and barriers for each group, and a row of sums.
 BIAS_SLOTS = 2

@@ -116,7 +116,7 @@ def shows_band(mask: Any, band: Band, extents: Extents, device: torch.device) ->
     """Returns whether a block mask shows the same pairs as a mask by distance, which is its mask function.
 
     The lists of torch's mask are compared on their device, once while they are the same. This synchronises
-    with the host. Returns False if that is not possible, or if it was in vain for several masks.
+    with the host. Returns False if that is not possible, or if several masks of this kind differed.
     """
     if mask is None:
         return True
@@ -126,7 +126,7 @@ def shows_band(mask: Any, band: Band, extents: Extents, device: torch.device) ->
     # Subclasses may have no values, and inference tensors do not count how often they were written to.
     if (
         type(counts) is not Tensor
-        or counts.is_inference()
+        or any(tensor is not None and tensor.is_inference() for tensor in tensors)
         or counts.device != device
         or device.type == "meta"
     ):

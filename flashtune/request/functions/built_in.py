@@ -108,7 +108,7 @@ def built_in(traced: Traced, extents: Extents, needs_grad: bool) -> BuiltIn | No
         return None
     band = band.within(extents)
     if (band.least or 0) > 0 or (band.most or 0) < 0:
-        # No pair of one position is visible. Features show these.
+        # Each window of `attention` shows a query the key at its own position, which this mask hides.
         return None
     is_causal, is_square = band.least == 0, extents.queries == extents.keys
     # Without a causal mask from the first query on, features align the last query with the last key.

@@ -61,7 +61,7 @@ def flex_call(
     functions = traced.functions
     extents = extents_of(q, k)
     features = built_in(traced, extents, needs_grad(q, k, v, *traced.tables)) if functions else None
-    # Lists without a mask function are the mask, and may be others in each call.
+    # Without a mask function, the lists are the whole mask. They may differ between calls.
     has_band = block_mask is None or functions.mask >= 0
     if features is not None and has_band and shows_band(block_mask, features.band, extents, q.device):
         return dense_call(q, k, v, scale=scale, return_lse=return_lse, **features.options)
