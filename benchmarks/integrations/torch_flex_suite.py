@@ -11,9 +11,10 @@ Compiled calls are served, and eager calls are torch's, because the tests compar
 count as slower, unless `--measured` is given, so that flashtune serves all calls that it computes. Programs
 may break their graph, also with `fullgraph=True`.
 
-A case is refused if flashtune refused one of its calls. `not reached` are cases without compiled calls, and
-cases that fail because they read the code or the counters of torch's compiler. Cases that the file expects
-to fail do not count.
+A case is refused if flashtune refused one of its calls. `fallbacks` names the cases in which a kernel failed,
+for example for lack of memory, and another config or the unfused computation served. `not reached` are cases
+without compiled calls, and cases that fail because they read the code or the counters of torch's compiler.
+Cases that the file expects to fail do not count.
 """
 
 import argparse
@@ -50,7 +51,9 @@ from benchmarks.integrations.torch_sdpa_suite import (
 )
 from benchmarks.saved import save
 from flashtune.core.errors import UsageError
+from flashtune.core.problem import Problem
 from flashtune.integrations import flex_attention as integration
+from flashtune.runtime import passes, prepare
 from flashtune.runtime.torch_modes import is_compiling
 
 REFUSED, NOT_REACHED, FAILED_WITHOUT = "refused", "not reached", "failed without flashtune"
@@ -73,6 +76,7 @@ class FlexOutcome(Outcome, frozen=True):
     """The outcome of a case. `forward` is the number of calls that flashtune served."""
 
     refused: dict[str, int] = msgspec.field(default_factory=dict)  # Refused calls by their sentence.
+    fallback: str = ""  # The reason of the last kernel that failed and was replaced.
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -88,6 +92,8 @@ class Report(msgspec.Struct, frozen=True):
     failures: dict[str, str]  # The reasons of cases that fail only with flashtune.
     failed_without: dict[str, str]  # The reasons of cases that fail without flashtune too.
     functions: dict[str, dict[str, int]]  # Outcomes by test function.
+    # The reasons of kernels that failed in a case, in which another computation served.
+    fallbacks: dict[str, str] = msgspec.field(default_factory=dict)
 
 
 def main() -> None:
@@ -119,10 +125,23 @@ def compared(module: ModuleType, case: Case, options: argparse.Namespace) -> Fle
     if getattr(getattr(kind, case.name), "__unittest_expecting_failure__", False):
         return made(SKIPPED, EXPECTED)
     torch.compiler.reset()
+    if torch.cuda.is_available():
+        # Other processes need the memory too.
+        torch.cuda.empty_cache()
+    failures: list[str] = [""]
+
+    def note(failure: Exception, instead: str, problem: Problem) -> None:
+        failures.append(f"{failure}, so {instead} serves {problem.key}")
+
     with mock.patch.object(PagedAttention, "assign", assign):
-        with serving(module, options.measured) as active:
+        with (
+            mock.patch.object(passes, "warn_of_failure", note),
+            mock.patch.object(prepare, "warn_of_failure", note),
+            serving(module, options.measured) as active,
+        ):
             outcome, why = outcome_of(kind, case.name)
-        made = functools.partial(made, forward=active.served, refused=dict(active.refused))
+        noted = {"refused": dict(active.refused), "fallback": failures[-1]}
+        made = functools.partial(made, forward=active.served, **noted)
         if outcome == PASSED:
             return made(PASSED, REFUSED if active.refused else PASSED if active.served else NOT_REACHED)
         if outcome == SKIPPED and not active.served:
@@ -197,6 +216,7 @@ def summary(outcomes: Sequence[FlexOutcome], options: argparse.Namespace, second
         {outcome.case: f"{outcome.active}: {outcome.why}" for outcome in fails},
         {outcome.case: outcome.why for outcome in without},
         {name: dict(counts) for name, counts in sorted(functions.items())},
+        {outcome.case: outcome.fallback for outcome in outcomes if outcome.fallback},
     )
 
 

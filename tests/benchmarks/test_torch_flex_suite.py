@@ -14,6 +14,12 @@ import unittest
 import torch
 from torch.nn.attention.flex_attention import flex_attention
 
+from flashtune import testing
+from flashtune.runtime import prepare
+
+
+SHAPE = "heads=2,kv_heads=2,seqlen_q=40,seqlen_kv=40,head_dim=16"
+
 
 class TestThings(unittest.TestCase):
     def results(self, score_mod):
@@ -22,6 +28,7 @@ class TestThings(unittest.TestCase):
         return compiled(q, k, v, score_mod), flex_attention(q, k, v, score_mod)
 
     def test_served(self):
+        prepare.warn_of_failure(RuntimeError("out of memory"), "another config", testing.problem(SHAPE))
         torch.testing.assert_close(*self.results(lambda s, b, h, q, k: s * 2))
 
     def test_refused(self):
@@ -76,4 +83,6 @@ def test_outcomes_are_counted(tmp_path: Path) -> None:
     assert "inaccurate" in report.failures["TestThings.test_skips_itself_with_flashtune"]
     assert ["lgamma" in sentence for sentence in report.refusals] == [True]
     assert "as expected" in report.failures["TestThings.test_fails_with_flashtune"]
+    assert report.fallbacks.keys() == {"TestThings.test_served"}
+    assert report.fallbacks["TestThings.test_served"].startswith("out of memory, so another config serves ")
     assert report.served == 4

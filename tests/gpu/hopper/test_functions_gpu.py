@@ -1,10 +1,11 @@
 """GPU tests of score and mask functions in `forward_hopper` and `backward_hopper`."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention, noop_mask
 
 import flashtune
 from flashtune.core.expressions.derivative import derivatives
@@ -13,6 +14,7 @@ from flashtune.core.kernel import Specialization
 from flashtune.core.problem import Dtype, Problem
 from flashtune.core.target import device_target
 from flashtune.request.functions.tracing import trace
+from flashtune.runtime import prepare
 from flashtune.templates.common.args.gluon_table_gradients import can_add_elements
 from flashtune.templates.registry import find_family
 from flashtune.verification.cases import Level
@@ -93,6 +95,52 @@ def test_gradients_of_random_functions_pass_the_verification(seed: int) -> None:
     family = BACKWARD if can_add_elements(derivatives(functions)) else find_family("backward_split")
     verdict = verdict_of(functions, 128 if seed % 2 else 64, 0, family)
     assert verdict.passed, verdict
+
+
+def pair_bias() -> Any:
+    bias = torch.randn(HEADS, 2048, 2048, dtype=torch.float16, device="cuda")
+    return lambda s, b, h, q, k: s + bias[h, q, k]
+
+
+def factor() -> Any:
+    number = torch.ones((), dtype=torch.int32, device="cuda")
+    return lambda s, b, h, q, k: s * number
+
+
+MEAN_ERRORS: dict[str, Callable[[], Any]] = {
+    "silu": lambda: lambda s, b, h, q, k: torch.nn.functional.silu(s),
+    "pair bias": pair_bias,
+    "factor": factor,
+    "hidden scores": lambda: lambda s, b, h, q, k: torch.where((s <= 1) & (q >= k), s, -torch.inf),
+}
+
+
+@pytest.mark.parametrize("name", MEAN_ERRORS)
+def test_mean_errors_in_fp16_are_those_of_eager_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(failure: Exception, *_: object) -> None:
+        raise failure
+
+    monkeypatch.setattr(prepare, "warn_of_failure", fail)
+    score, shape = MEAN_ERRORS[name](), (1, HEADS, 2048, 64)
+    q, k, v, dout = (torch.randn(shape, dtype=torch.float16, device="cuda") for _ in range(4))
+    mask = create_block_mask(noop_mask, 1, HEADS, 2048, 2048, device="cuda")
+
+    def results(function: Any, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        leaves = [tensor.to(dtype).requires_grad_() for tensor in (q, k, v)]
+        out = function(*leaves, score, mask)
+        return out, *torch.autograd.grad(out, leaves, dout.to(dtype))
+
+    leaf = q.clone().requires_grad_()
+    backward = flashtune.explain_flex(leaf, k, v, score, mask).backward
+    assert backward is not None
+    assert backward.selection is not None
+    assert backward.selection.record.family == BACKWARD.name
+    exact, eager = results(flex_attention, torch.float64), results(flex_attention, torch.float16)
+    # The bound of torch's own tests.
+    for ours, theirs, right in zip(
+        results(flashtune.flex_attention, torch.float16), eager, exact, strict=True
+    ):
+        assert (ours - right).abs().mean() <= 1.1 * (theirs - right).abs().mean()
 
 
 @pytest.mark.parametrize("queries", [1024, 777])
