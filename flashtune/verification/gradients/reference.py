@@ -127,7 +127,7 @@ def key_sums(work: Work) -> OfKeys:
     """Returns the partial sums over some rows."""
     wide, exact, plain, errors = work.wide, work.exact, work.plain, work.errors
     weight, least = errors.weight[..., None], squared(errors.least)[..., None]
-    q, dout, squares = squared(wide.q), squared(wide.dout), squared(exact.weights)
+    q, dout, squares = squared(wide.q), squared(wide.dout), squared(work.shares)
     # The errors of different rows' deltas are independent.
     of_product = (squared(errors.delta) + squared(errors.product))[..., None] * q
     dk_spread = squared(exact.slopes).mT @ (weight * q) + squares.mT @ of_product
@@ -271,7 +271,7 @@ def _typical(work: Work) -> Tensor:
     wide, exact, errors = work.wide, work.exact, work.errors
     squares = squared(wide.k)
     spread: Tensor = errors.weight[..., None] * (squared(exact.slopes) @ squares)
-    spread += squared(errors.product)[..., None] * (squared(exact.weights) @ squares)
+    spread += squared(errors.product)[..., None] * (squared(work.shares) @ squares)
     spread += squared(errors.least)[..., None] * squares.sum(-2, keepdim=True)
-    alike = (errors.delta + errors.product) * largest(exact.weights @ wide.k)
+    alike = (errors.delta + errors.product) * largest(work.shares @ wide.k)
     return alike + spread.amax(-1).sqrt()

@@ -164,6 +164,8 @@ class Work(NamedTuple):
     queries: Tensor  # Number of rows that see each key, [pairs, keys].
     exact: Scores  # P and dS.
     plain: Scores  # P and dS of the low-precision reference, rounded to the inputs' dtype.
+    # P times the derivative of scores, by which errors of dP and delta change dS. P itself if that is less.
+    shares: Tensor
     errors: QueryErrors  # Errors of the quantities of each row.
     sinks: SinkRows | None  # The gradients of sinks of each row, or None without sinks.
 
@@ -190,7 +192,10 @@ def work_on(problem: Problem, inputs: BackwardCase, pairs: Pairs, rows: Tensor) 
         sinks = _sink_rows(problem, inputs, pairs, rows, (weights.lse, exact_delta, plain_delta), errors)
     if weights.levels is not None:
         lse = (weights.lse + weights.levels).float()
-    return Work(rows, wide, out, lse, weights.keys, weights.queries, exact, plain, errors, sinks)
+    shares = weights.exact
+    if weights.slope is not None:
+        shares = torch.where(weights.slope.abs() > 1.0, times(shares, weights.slope), shares)
+    return Work(rows, wide, out, lse, weights.keys, weights.queries, exact, plain, shares, errors, sinks)
 
 
 def _sink_rows(

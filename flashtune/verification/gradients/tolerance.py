@@ -42,6 +42,8 @@ The gradients are
 The gradient of a bias is dS itself, rounded once. The gradient of a slope is -Σ dS·distance in float32, and
 all pairs of a row share the error of delta. The gradient of a sink is -Σ exp(sink - lse)·delta in float32.
 
+A derivative of a score function that is larger than 1 multiplies the errors of dP and delta too.
+
 A softcap multiplies dS by 1 - tanh². Its error is that of a hyperbolic tangent, in proportion to
 P·|dP - delta|.
 
