@@ -156,6 +156,8 @@ def _mask_values(problem: Problem, config: HopperConfig) -> dict[str, object]:
         "keys_rank": 5 if ends_early else 4,
         # Scores with a bias, and those of some functions, are in natural units.
         "is_natural": values["has_bias"] or gluon_function_lines(problem.functions, "natural") != "",
+        # A mask function makes words with a bit for each score.
+        "has_words": gluon_function_lines(problem.functions, "words", values["by_position"]) != "",
         # A score function has a hyperbolic tangent of pairs.
         "has_tanh": any(node.op is Op.TANH for node in problem.functions.nodes),
         # A block may hold no key that a row sees.

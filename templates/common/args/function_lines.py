@@ -252,15 +252,15 @@ class Writer:
             # Triton's functions take tensors.
             kind = self.functions.kinds[node.operands[0]]
             operands[0] = self.tensor_of(operands[0], kind)
-        return self.pattern(node.op).format(*operands)
+        return self.pattern(place).format(*operands)
 
     def tensor_of(self, constant: str, kind: Kind) -> str:
         """Returns a constant as a tensor without dimensions."""
         return f"tl.full((), {constant}, {_TYPES[kind]})"
 
-    def pattern(self, op: Op) -> str:
+    def pattern(self, place: int) -> str:
         """Returns the text of an operation, with places for its operands."""
-        return _PATTERNS[op]
+        return _PATTERNS[self.functions.nodes[place].op]
 
     def load(self, place: int, operands: list[str]) -> str:
         """Returns the text of an element of a captured tensor, from those of its indices."""

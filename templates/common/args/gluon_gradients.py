@@ -43,6 +43,7 @@ class GradientWriter(GluonWriter):
         "steps = (queries & -7).to(gl.float32)",
         "start = (m_start - origin + (queries & 6)).to(gl.float32)",
     )
+    walk = ("m_start", "queries", "BLOCK_M")
     functions: Derivatives
 
     def __init__(self, functions: Derivatives) -> None:

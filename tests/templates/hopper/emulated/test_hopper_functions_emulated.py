@@ -168,9 +168,9 @@ def test_random_functions(seed: int) -> None:
 
 # A text of a kernel and another one in its place, by the name of the case.
 MISTAKES = (
-    ("causal", "<= row_1[:, None]", "< row_1[:, None]"),
+    ("causal", "row_1 + 1", "row_1 + 0"),
     ("causal", "if has_effect != 0:", "if has_effect == 0:"),
-    ("causal by score", "gl.where(pair_2, s,", "gl.where(pair_2 | True, s,"),
+    ("causal by score", "select_pairs(s, word_2)", "s"),
     ("alibi", "scheduler.group_size + this.head", "scheduler.group_size"),
     ("alibi", "row_max += ", "row_max += 0.0 * "),
     ("alibi", "start = (n_block * BLOCK_N - origin", "start = (n_block * BLOCK_N + 1 - origin"),
@@ -179,7 +179,7 @@ MISTAKES = (
     ("softcap and window", "* -2.8853900817779268", "* -2.8"),
     ("no score", "(n_last + 1) * BLOCK_N > this.seqlen_kv", "(n_last + 1) * BLOCK_N < 0"),
     ("documents", "== row_", "!= row_"),
-    ("checkerboard", "quotient - 1, quotient", "quotient, quotient"),
+    ("checkerboard", ">> 4", ">> 3"),
     ("neighbourhood", "(rest ^ b) < 0", "(rest ^ b) > 0"),
     ("gate", "score_scale = s_scale_log2 * LN_2", "score_scale = s_scale_log2"),
     ("temperature", "table_0 + scalar", "table_0 + 0 * scalar"),
