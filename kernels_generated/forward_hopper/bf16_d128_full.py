@@ -10,7 +10,7 @@ Config       num_consumer_groups 2, rows_per_group 64, block_n 128, num_stages 2
              p_stages 0, split_head_dim False, pack_gqa 1, head_swizzle 1,
              lpt False, serpentine False, balanced_grid True
 Assumes      addresses and strides that are multiples of 16 bytes
-Template     forward_hopper 3ed7bb0543ed
+Template     forward_hopper 69c58d127a89
 
 Algorithm of a consumer group, for each tile of queries of a persistent program:
   s = q k^T                                         last block of keys; issued before the previous tile is stored
