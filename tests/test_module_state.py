@@ -9,15 +9,7 @@ from flashtune.runtime.session import SESSION
 ROOT = Path(__file__).parents[1] / "flashtune"
 # Packages that other packages see through a link.
 LINKED = ("db", "templates", "tuner")
-CONTAINERS = (
-    "dict",
-    "set",
-    "list",
-    "defaultdict",
-    "deque",
-    "WeakKeyDictionary",
-    "Counter",
-)
+CONTAINERS = ("dict", "set", "list", "defaultdict", "deque", "WeakKeyDictionary", "Counter")
 LOCKS = ("ModuleLock", "Lock", "RLock", "Condition", "Event", "local")
 CACHES = ("cache", "lru_cache")
 
@@ -26,7 +18,10 @@ STATE = {
     "launch/compilation.py _lock": "guards the import of rendered files and Triton's interpreter",
     "launch/tma_descriptors.py _thread": "descriptors of one thread's launches",
     "core/decoders.py _building": "guards the types of msgspec, which all sessions share",
-    "request/functions/block_lists.py _known": "weak: lists live as long as the program's masks",
+    "request/functions/block_lists.py _lists_of": "weak: lists live as long as the program's masks",
+    "request/functions/block_lists.py _bands_of": "weak: comparisons live as long as the program's masks",
+    "request/functions/block_lists.py _refused": "counts of masks by kind, up to the limit of `keep`",
+    "request/functions/built_in.py _windows": "the first windows of functions, up to MAX_KEPT",
     "request/functions/tracing.py _expressions": "by captured values, up to MAX_KNOWN; tensors are weak",
     "request/functions/warm_calls.py _warm": "weak: records live as long as the program's functions",
     "core/files.py _lock_files": "a forked child closes them",
