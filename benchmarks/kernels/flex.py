@@ -16,7 +16,7 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import torch
@@ -46,6 +46,7 @@ SMALL_TILES = {
     "BLOCK_N2": 32,
 }
 Function = Callable[..., Tensor]
+Measured = TypeVar("Measured")
 
 
 class Functions(NamedTuple):
@@ -133,7 +134,7 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, driver {driver_version()}")
     rows: list[Row] = []
     for shape in shapes_of(options):
-        rows.append(measure(*shape))
+        rows.append(fitting(measure, shape))
         print(line(rows[-1]), flush=True)
         if options.save:
             save(options.save, rows)
@@ -141,19 +142,19 @@ def main() -> None:
     raise SystemExit(not all(row.is_right for row in rows))
 
 
-def measure(name: str, heads: int, kv_heads: int, seqlen: int, head_dim: int, small: bool = False) -> Row:
-    """Returns the times of all implementations of a case in one run, after their comparison.
+def fitting(measured: Callable[..., Measured], shape: tuple[object, ...]) -> Measured:
+    """Returns the row of a shape, with small tiles of torch if its usual ones do not fit shared memory."""
+    try:
+        return measured(*shape)
+    except InductorError:
+        return measured(*shape, small=True)
 
-    Torch has small tiles if its usual ones do not fit shared memory.
-    """
+
+def measure(name: str, heads: int, kv_heads: int, seqlen: int, head_dim: int, small: bool = False) -> Row:
+    """Returns the times of all implementations of a case in one run, after their comparison."""
     device = torch.device("cuda", 0)
     torch.compiler.reset()
-    try:
-        checked = check(name, heads, kv_heads, head_dim, device, small)
-    except InductorError:
-        if small:
-            raise
-        return measure(name, heads, kv_heads, seqlen, head_dim, small=True)
+    checked = check(name, heads, kv_heads, head_dim, device, small)
     batch = max(1, TOKENS // seqlen)
     case = gallery(batch, heads, seqlen, device)[name]
     q, k, v = inputs(batch, heads, kv_heads, seqlen, head_dim, device)

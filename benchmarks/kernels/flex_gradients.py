@@ -19,7 +19,6 @@ import msgspec
 import torch
 import torch._functorch.config as compiling
 from torch import Tensor
-from torch._inductor.exc import InductorError
 from torch.nn.attention.flex_attention import flex_attention
 
 import flashtune
@@ -31,6 +30,7 @@ from benchmarks.kernels.flex import (
     Functions,
     block_mask,
     compiled,
+    fitting,
     gallery,
     inputs,
     options_of,
@@ -115,7 +115,7 @@ def main() -> None:
     compiling.donated_buffer = False
     rows: list[Row] = []
     for shape in shapes_of(options):
-        rows.append(measure(*shape))
+        rows.append(fitting(measure, shape))
         print(line(rows[-1]), flush=True)
         if options.save:
             save(options.save, rows)
@@ -127,20 +127,12 @@ def main() -> None:
 
 
 def measure(name: str, heads: int, kv_heads: int, seqlen: int, head_dim: int, small: bool = False) -> Row:
-    """Returns the times of both implementations of a case in one run, after their comparison.
-
-    Torch has small tiles if its usual ones do not fit shared memory.
-    """
+    """Returns the times of both implementations of a case in one run, after their comparison."""
     torch.compiler.reset()
     device = torch.device("cuda", 0)
     # Its usual tiles are larger than such blocks.
     theirs = compiled(small, autotuned=name.startswith(f"blocks of {SMALL},"))
-    try:
-        errors = check(name, heads, kv_heads, head_dim, theirs, device)
-    except InductorError:
-        if small:
-            raise
-        return measure(name, heads, kv_heads, seqlen, head_dim, small=True)
+    errors = check(name, heads, kv_heads, head_dim, theirs, device)
     batch = max(1, TOKENS // seqlen)
     case = cases(batch, heads, seqlen, device)[name]
     tensors = _trained(inputs(batch, heads, kv_heads, seqlen, head_dim, device))

@@ -67,11 +67,11 @@ def listing_of(kernel: Kernel, binary: Binary | None, device: torch.device) -> L
             with torch.cuda.device(index):
                 write(inputs, extents)
             return
-        queue = queues.get((*grid, *extents))
+        queue = queues.get(grid)
         if queue is None:
             (compiled,) = binary.values()
-            queue = queue_of(compiled, grid, extents, device)
-            keep(queues, (*grid, *extents), queue)
+            queue = queue_of(compiled, grid, (), device)
+            keep(queues, grid, queue)
         addresses = (*[tensor.data_ptr() for tensor in tensors], *extents)
         own = (addresses,) if queue.as_one else addresses
         queue.launch(*queue.before, current_stream(index), *queue.after, *own)

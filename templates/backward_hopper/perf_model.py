@@ -125,8 +125,8 @@ class HopperBackwardModel(PerformanceModel[HopperBackwardConfig]):
         # Groups with steps of their own add the same blocks of dq one after another.
         rows *= 2 if has_own_steps(problem) else 1
         added = heads * rows * width * FLOAT32 / (target.hbm_bandwidth * 1e3 * ADDITION_RATE)
-        for item in _bias_items("bias and its gradient", problem, 2 * heads * int(rows) * config.block_n):
-            added += item.bytes / (target.hbm_bandwidth * 1e3 * BANDWIDTH_SHARE)
+        moved = _bias_items("bias and its gradient", problem, 2 * heads * int(rows) * config.block_n)
+        added += sum(item.bytes for item in moved) / (target.hbm_bandwidth * 1e3 * BANDWIDTH_SHARE)
         if problem.deterministic:
             # Programs of a head that start at once wait for one another.
             busy += TURN * min(blocks, target.sm_count) / config.interleaved_heads

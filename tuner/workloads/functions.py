@@ -54,7 +54,7 @@ def _with(problem: Problem, traced: Traced) -> Problem:
         raise UsageError("a shape has functions: leave out --score-mod and --mask-mod, or functions=")
     if not (problem.features or problem.is_causal):
         extents = Extents(problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_kv)
-        found = built_in(traced, extents, needs_grad=problem.is_backward)
+        found = built_in(traced, extents, problem.is_backward, is_call=False)
         if found is not None:
             return normal_form(msgspec.structs.replace(problem, **found.fields))
     functions = traced.functions

@@ -23,7 +23,7 @@ from flashtune.request.functions.built_in import Band, Extents
 is_capturing: Callable[[], bool] = getattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
 current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)
 FLEX_MODULE = "torch.nn.attention.flex_attention"
-# The size of the one block of torch's mask that shows all keys. It is for all lengths.
+# The size of the one block of torch's mask that shows all keys. This mask fits calls of all lengths.
 ONE_BLOCK = 1 << 30
 
 
@@ -100,15 +100,15 @@ def block_lists(mask: Any, seqlen_q: int, seqlen_kv: int, *, full_first: bool) -
             f"block_mask is for {lengths} queries and keys and the tensors have {seqlen_q} and {seqlen_kv}: "
             "create another one, or call its _adjust"
         )
-    stream = stream_of(mask.kv_num_blocks.device)
-    if stream is None:
+    tensors, stream = mask_tensors(mask), stream_of(mask.kv_num_blocks.device)
+    if stream is None or _is_inference(tensors):
         return _lists(mask, seqlen_q, seqlen_kv, full_first)
-    lists: Lists = _computed(
-        _lists_of,
-        mask,
-        (seqlen_q, seqlen_kv, full_first, stream),
-        lambda: _lists(mask, seqlen_q, seqlen_kv, full_first),
-    )
+    key = seqlen_q, seqlen_kv, full_first, stream, *_versions(tensors)
+    known = _lists_of.get(mask)
+    if known is None or not known.is_of(key, tensors):
+        known = _Known(key, tensors, _lists(mask, seqlen_q, seqlen_kv, full_first))
+        _lists_of[mask] = known
+    lists: Lists = known.result
     return lists
 
 
@@ -123,24 +123,23 @@ def shows_band(mask: Any, band: Band, extents: Extents, device: torch.device) ->
     if not is_flex_mask(mask) or tuple(mask.seq_lengths) != extents[2:]:
         return False
     counts, tensors = mask.kv_num_blocks, mask_tensors(mask)
-    # Subclasses may have no values, and inference tensors do not count how often they were written to.
-    if (
-        type(counts) is not Tensor
-        or any(tensor is not None and tensor.is_inference() for tensor in tensors)
-        or counts.device != device
-        or device.type == "meta"
-    ):
+    # Subclasses may have no values.
+    if type(counts) is not Tensor or counts.device != device or device.type == "meta":
+        return False
+    if _is_inference(tensors):
         return False
     kind = band, extents
+    key = *kind, *_versions(tensors)
     known = _bands_of.get(mask)
-    is_known = known is not None and known.is_of((*kind, *_versions(tensors)), tensors)
-    # A synchronisation would end the capture of a graph.
-    if not is_known and (_refused[kind] >= MAX_REFUSED or stream_of(device) is None):
-        return False
-    shown: bool = _computed(_bands_of, mask, kind, lambda: _shows_band(mask, band, extents))
-    if not (shown or is_known):
-        keep(_refused, kind, _refused[kind] + 1)
-    return shown
+    if known is None or not known.is_of(key, tensors):
+        # A synchronisation would end the capture of a graph.
+        if _refused[kind] >= MAX_REFUSED or stream_of(device) is None:
+            return False
+        known = _Known(key, tensors, _shows_band(mask, band, extents))
+        _bands_of[mask] = known
+        if not known.result:
+            keep(_refused, kind, _refused[kind] + 1)
+    return bool(known.result)
 
 
 def mask_tensors(mask: Any) -> tuple[Tensor | None, ...]:
@@ -153,23 +152,9 @@ def _versions(tensors: tuple[Tensor | None, ...]) -> tuple[int, ...]:
     return tuple(-1 if tensor is None else tensor._version for tensor in tensors)
 
 
-def _computed(
-    cache: "weakref.WeakKeyDictionary[Any, _Known]",
-    mask: Any,
-    key: tuple[object, ...],
-    compute: Callable[[], Any],
-) -> Any:
-    """Returns a result of a mask's tensors, which the cache has if they are the same as before."""
-    tensors = mask_tensors(mask)
-    if any(tensor is not None and tensor.is_inference() for tensor in tensors):
-        # Inference tensors do not count how often they were written to.
-        return compute()
-    key = (*key, *_versions(tensors))
-    known = cache.get(mask)
-    if known is None or not known.is_of(key, tensors):
-        known = _Known(key, tensors, compute())
-        cache[mask] = known
-    return known.result
+def _is_inference(tensors: tuple[Tensor | None, ...]) -> bool:
+    """Returns whether tensors do not count how often they were written to."""
+    return any(tensor is not None and tensor.is_inference() for tensor in tensors)
 
 
 def stream_of(device: torch.device) -> int | None:

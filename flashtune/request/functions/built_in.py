@@ -1,4 +1,4 @@
-"""Functions that compute a feature of `attention`, whose kernels are faster than those of functions.
+"""Functions that compute a feature of `attention`, for which kernels of the feature are faster.
 
 A mask function is recognised if it compares the distance of the query and the key with numbers. A score
 function is recognised if it is a softcap or ALiBi. Numbers are compared by their values in each call.
@@ -94,10 +94,10 @@ SUMS = {Op.ADD: (1, 1), Op.SUBTRACT: (1, -1), Op.NEGATE: (-1,)}
 _windows: dict[str, Band] = {}
 
 
-def built_in(traced: Traced, extents: Extents, needs_grad: bool) -> BuiltIn | None:
+def built_in(traced: Traced, extents: Extents, needs_grad: bool, *, is_call: bool = True) -> BuiltIn | None:
     """Returns the features that functions compute exactly, or None.
 
-    `needs_grad` is whether an input requires grad.
+    `needs_grad` is whether an input requires grad. Without `is_call`, later calls do not depend on this one.
     """
     if max(extents) >= FARTHEST or 0 in extents:
         return None
@@ -131,18 +131,18 @@ def built_in(traced: Traced, extents: Extents, needs_grad: bool) -> BuiltIn | No
         if cap is None and slopes is None:
             return None
         options |= {"softcap": cap} if slopes is None else {"alibi_slopes": slopes}
-    if "window" in options and traced.ints and not _is_first(traced.text, band):
+    if "window" in options and traced.ints and not _is_first(traced.text, band, is_call):
         return None
     return BuiltIn(band, options)
 
 
-def _is_first(text: str, window: Band) -> bool:
+def _is_first(text: str, window: Band, is_call: bool) -> bool:
     """Returns whether a window is the first of its function.
 
     A window is a constant of its kernel. Other windows use the kernel of the function, which takes any.
     """
     first = _windows.get(text)
-    if first is None:
+    if first is None and is_call:
         keep(_windows, text, window, MAX_KEPT)
     return first in (None, window)
 

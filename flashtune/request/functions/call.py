@@ -18,6 +18,7 @@ from flashtune.request.functions.block_lists import (
     is_flex_mask,
     mask_function,
     shows_band,
+    unwritten_lists,
 )
 from flashtune.request.functions.built_in import built_in
 from flashtune.request.functions.tracing import MAX_ELEMENTS, Traced, trace
@@ -60,7 +61,10 @@ def flex_call(
     traced = trace(score_mod, mask_mod)
     functions = traced.functions
     extents = extents_of(q, k)
-    features = built_in(traced, extents, needs_grad(q, k, v, *traced.tables)) if functions else None
+    features = None
+    if functions and all(table.device == q.device for table in traced.tables):
+        trains, is_call = needs_grad(q, k, v, *traced.tables), list_blocks is not unwritten_lists
+        features = built_in(traced, extents, trains, is_call=is_call)
     # Without a mask function, the lists are the whole mask. They may differ between calls.
     has_band = block_mask is None or functions.mask >= 0
     if features is not None and has_band and shows_band(block_mask, features.band, extents, q.device):

@@ -1,7 +1,8 @@
 """The time and SRAM of score and mask functions. None of these numbers was fitted."""
 
 from flashtune.core.expressions.derivative import derivatives
-from flashtune.core.expressions.nodes import Op, TableDtype
+from flashtune.core.expressions.nodes import Op
+from flashtune.core.features.functions import TORCH_TABLES
 from flashtune.core.problem import Problem
 from flashtune.templates.common.args.function_lines import Writer
 
@@ -10,14 +11,6 @@ OPERATION = 0.02
 OPERATIONS = {Op.SCORE: 0.0, Op.TANH: 0.25, Op.EXP: 0.2, Op.LOG: 0.2, Op.DIVIDE: 0.1, Op.LOAD: 0.3}
 # Forms of values of keys, and of pairs of a query and a key.
 KEY, PAIR = 2, 3
-BYTES = {
-    TableDtype.BOOL: 1,
-    TableDtype.FP16: 2,
-    TableDtype.BF16: 2,
-    TableDtype.INT32: 4,
-    TableDtype.FP32: 4,
-    TableDtype.INT64: 8,
-}
 
 
 def share_of_functions(problem: Problem) -> float:
@@ -35,10 +28,10 @@ def loaded_bytes(problem: Problem, rows: int, keys: int) -> int:
 
     Triton's software pipeline holds them in SRAM.
     """
-    functions = problem.functions
+    functions, dtypes = problem.functions, TORCH_TABLES()
     elements = {KEY: keys, PAIR: rows * keys}
     return sum(
-        elements.get(form, 0) * BYTES[functions.tables[node.value].dtype]
+        elements.get(form, 0) * dtypes[functions.tables[node.value].dtype].itemsize
         for node, form in zip(functions.nodes, Writer(functions, head_rows=True).forms, strict=True)
         if node.op is Op.LOAD
     )

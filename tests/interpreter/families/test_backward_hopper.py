@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flashtune import testing
 from flashtune.core.kernel import Kernel, Specialization
-from flashtune.core.problem import Problem
+from flashtune.core.problem import Bias, Causal, Problem
 from flashtune.core.target import find_target
 from flashtune.launch.compilation import load_module
 from flashtune.request.dropout import row_states
@@ -146,6 +146,49 @@ def test_rows_of_dropout_assume_scaled_probabilities(init: bool) -> None:
     for row, words in enumerate(states, start=2):
         # Bits, whatever number in float32 they would be.
         assert torch.equal(rows[:, row].contiguous().view(torch.int32).long() & 0xFFFFFFFF, words)
+
+
+@pytest.mark.parametrize("causal", Causal)
+@pytest.mark.parametrize("lengths", [(130, 72), (72, 200), (129, 264)], ids=str)
+def test_rows_of_a_bias_have_probabilities_of_large_scores_too(
+    causal: Causal, lengths: tuple[int, int]
+) -> None:
+    """Rows of the bias are far below, far above, and mixed, which a log-sum-exp in float32 rounds."""
+    queries, keys = lengths
+    problem = dense(bias=Bias.ADDITIVE, causal=causal, seqlen_q=queries, seqlen_kv=keys)
+    kernel = kernel_of(problem)
+    torch.manual_seed(0)
+    q, out, dout, dq = (torch.randn(2, 3, queries, 64) for _ in range(4))
+    k, v, dk, dv = (torch.randn(2, 1, keys, 64) for _ in range(4))
+    bias, dbias = torch.randn(2, 3, queries, keys), torch.full((2, 3, queries, keys), math.nan)
+    bias[:, :, 0], bias[:, :, 5], bias[:, 1, 7], bias[:, :, 6, :3] = -2000.0, -1e9, 5000.0, -1e9
+    places = torch.arange(queries)[:, None] + (keys - queries if causal is Causal.BOTTOM_RIGHT else 0)
+    hidden = (torch.arange(keys) > places) & (causal is not Causal.NONE)
+    scores = (q @ k.mT * SCALE + bias).masked_fill(hidden, -math.inf)
+    module = load_module(kernel)
+    planned = q, k, v, out, dout, dq, dk, dv, bias
+    stats, sums = (torch.full(shape, math.nan) for shape in module.launch_plan(*planned)[1])
+    grid, integers = module.prologue_plan(*planned)
+    named = {"q": q, "k": k, "bias": bias, "dbias": dbias, "workspace_0": stats, "workspace_1": sums}
+    named |= {"out": out, "dout": dout, "lse": scores.logsumexp(-1), "scale": SCALE}
+    names = [argument.name for argument in present(kernel.prologue).arguments]
+    arguments = [named[name] for name in names[: len(names) - len(integers)]]
+    module.prepare[grid](*arguments, *integers)
+    shifts, _, logs = stats.reshape(2, 3, 3, -1)[..., :queries, None].unbind(2)
+    own = torch.exp2((scores + shifts) * math.log2(math.e) + logs)
+    torch.testing.assert_close(own, scores.softmax(-1).nan_to_num(0.0), atol=4e-6, rtol=0.0)
+    # Elements of blocks that the main kernel skips are zeros. It writes the others.
+    block_m, block_n = kernel_sizes(problem)
+    last = places[: queries // block_m * block_m].reshape(-1, block_m)[:, -1].tolist()
+    for block, place in enumerate(last if causal is not Causal.NONE else ()):
+        skipped = max(place + 1, 0) // block_n * block_n + block_n
+        assert (dbias[:, :, block * block_m : (block + 1) * block_m, skipped:] == 0.0).all()
+
+
+def kernel_sizes(problem: Problem) -> tuple[int, int]:
+    """Returns the queries and keys of a block of the default config."""
+    config = FAMILY.default(problem, TARGET)
+    return config.block_m, config.block_n
 
 
 def place_of(row: int, column: int) -> int:

@@ -4,6 +4,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -95,7 +96,8 @@ def call_of(
     score: Function | None, blocks: Any, queries: int = LENGTH, keys: int = LENGTH, **options: Any
 ) -> Any:
     q, k, v = inputs(queries, keys, **{"requires_grad": False, **options})
-    return flex_call(q, k, v, score, blocks, None, False, False, unwritten_lists)
+    # Only explanations pass the function itself.
+    return flex_call(q, k, v, score, blocks, None, False, False, partial(unwritten_lists))
 
 
 def reference(q: Any, k: Any, v: Any, score: Function | None, mask: Function | None) -> Any:
@@ -236,6 +238,8 @@ def test_the_first_window_of_a_function_is_recognised(monkeypatch: pytest.Monkey
     def window_of(size: int) -> Function:
         return lambda b, h, q, k: (q >= k) & (q - k < size)
 
+    explained = flashtune.explain_flex(*inputs(), None, mask_of(window_of(9)))
+    assert explained.recognised, "later calls do not depend on it"
     found = [not call_of(None, mask_of(window_of(size))).options.functions for size in (10, 11, 10)]
     assert found == [True, False, True]
     literal = mask_of(lambda b, h, q, k: (q >= k) & (q - k < 33))
