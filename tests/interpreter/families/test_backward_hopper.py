@@ -169,7 +169,14 @@ def test_rows_of_a_bias_have_probabilities_of_large_scores_too(
     planned = q, k, v, out, dout, dq, dk, dv, bias
     stats, sums = (torch.full(shape, math.nan) for shape in module.launch_plan(*planned)[1])
     grid, integers = module.prologue_plan(*planned)
-    named = {"q": q, "k": k, "bias": bias, "dbias": dbias, "workspace_0": stats, "workspace_1": sums}
+    named: dict[str, Any] = {
+        "q": q,
+        "k": k,
+        "bias": bias,
+        "dbias": dbias,
+        "workspace_0": stats,
+        "workspace_1": sums,
+    }
     named |= {"out": out, "dout": dout, "lse": scores.logsumexp(-1), "scale": SCALE}
     names = [argument.name for argument in present(kernel.prologue).arguments]
     arguments = [named[name] for name in names[: len(names) - len(integers)]]
@@ -187,7 +194,7 @@ def test_rows_of_a_bias_have_probabilities_of_large_scores_too(
 
 def kernel_sizes(problem: Problem) -> tuple[int, int]:
     """Returns the queries and keys of a block of the default config."""
-    config = FAMILY.default(problem, TARGET)
+    config: Any = FAMILY.default(problem, TARGET)
     return config.block_m, config.block_n
 
 
