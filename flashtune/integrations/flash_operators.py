@@ -19,8 +19,8 @@ from flashtune.core.kernel import POINTER_ALIGNMENT
 from flashtune.integrations.operator_overrides import Reading, is_marked, random_states
 from flashtune.integrations.sdpa_operators import is_dense
 from flashtune.request.call import Call, Options
+from flashtune.request.gradients import Gradients
 from flashtune.request.request import Result
-from flashtune.runtime.gradients import Gradients
 
 # The backend's name in records, which have no times of packed and paged sequences.
 USUAL = "sdpa-flash"

@@ -23,9 +23,9 @@ from flashtune.core.notices import warn_once
 from flashtune.launch.launcher import current_device
 from flashtune.launch.workspaces import allocator
 from flashtune.request.call import Call, Options
+from flashtune.request.gradients import BackwardInputs, Gradients
 from flashtune.request.request import Executor, Result
 from flashtune.runtime.buckets import Passes
-from flashtune.runtime.gradients import BackwardInputs, Gradients
 from flashtune.runtime.session import SESSION, Session
 
 # The address of a served call's first random state, modulo a number that divides those of other states.

@@ -16,8 +16,8 @@ from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
 from flashtune.core.kernel import POINTER_ALIGNMENT
 from flashtune.integrations.operator_overrides import Inputs, Reading, is_marked, random_states
 from flashtune.request.call import Call, Options
+from flashtune.request.gradients import Gradients
 from flashtune.request.request import Result
-from flashtune.runtime.gradients import Gradients
 
 CUDNN = "_scaled_dot_product_cudnn_attention"
 EFFICIENT = "_scaled_dot_product_efficient_attention"

@@ -15,15 +15,15 @@ from torch import Tensor
 from flashtune.core.errors import ProblemError
 from flashtune.core.features.records import NO_EXTRA_INPUTS, TABLES, ExtraInputs
 from flashtune.core.kernel import POINTER_ALIGNMENT
-from flashtune.runtime.gradients import BackwardInputs
+from flashtune.request.gradients import BackwardInputs
 from flashtune.runtime.torch_modes import refuse_batches
 
 if TYPE_CHECKING:
     from torch.autograd import Function
 
     from flashtune.core.layouts import Layout
+    from flashtune.request.gradients import BackwardExecutor, Gradients
     from flashtune.request.request import Executor, Result
-    from flashtune.runtime.gradients import BackwardExecutor, Gradients
 else:
     # The base of `torch.autograd.Function` without the check that rejects torch.func's transforms. An
     # operator's autograd kernel handles one level of transforms at a time.

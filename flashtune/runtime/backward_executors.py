@@ -29,10 +29,10 @@ from flashtune.launch.kernel_cache import kernel_of
 from flashtune.launch.launch import Launch
 from flashtune.launch.launcher import current_device
 from flashtune.launch.workspaces import allocator
+from flashtune.request.gradients import BackwardExecutor, BackwardInputs, Gradients
 from flashtune.request.request import Request, Result
 from flashtune.request.side_inputs import side_views
 from flashtune.runtime.executors import baseline_executor, copies_of
-from flashtune.runtime.gradients import BackwardExecutor, BackwardInputs, Gradients
 from flashtune.runtime.kernel_loader import LoadedKernel
 
 # Maximum number of cached launches. A program may pass gradients with ever new strides.

@@ -22,11 +22,11 @@ from flashtune.dispatch.bound_request import BoundRequest
 from flashtune.dispatch.decision import DIFFERENTIABLE_SIDE, choose
 from flashtune.recording.recorder import counted
 from flashtune.request.call import Call
+from flashtune.request.gradients import BackwardExecutor, BackwardInputs, Gradients
 from flashtune.request.request import Request, Result
 from flashtune.runtime.autograd import Pair, differentiable, only_once, with_side
 from flashtune.runtime.backward_executors import with_rows
 from flashtune.runtime.call_key import call_key, unsigned
-from flashtune.runtime.gradients import BackwardExecutor, BackwardInputs, Gradients
 from flashtune.runtime.op_library import TAGS, call_of, library, operands, schema
 from flashtune.runtime.prepare import baseline_of, prepare_alone
 from flashtune.runtime.session import SESSION

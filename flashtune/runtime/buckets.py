@@ -19,8 +19,8 @@ from flashtune.dispatch.bound_request import BoundRequest, KernelKey
 from flashtune.dispatch.decision import Decision, choose_over
 from flashtune.dispatch.tables import Tables
 from flashtune.launch.compiler_process import CompilerProcess
+from flashtune.request.gradients import BackwardExecutor
 from flashtune.request.request import Executor, Request
-from flashtune.runtime.gradients import BackwardExecutor
 from flashtune.runtime.kernel_loader import KernelLoader, LoadedKernel
 from flashtune.runtime.passes import Pass, joined, passes_of, prepared
 from flashtune.runtime.value_checks import with_checks

@@ -18,11 +18,11 @@ from flashtune.dispatch.bound_request import BoundRequest, KernelKey
 from flashtune.dispatch.decision import Backend, Decision
 from flashtune.dispatch.lookup import default_selections, nearest_selection
 from flashtune.dispatch.nearest import is_far
+from flashtune.request.gradients import BackwardExecutor
 from flashtune.request.request import Executor, Prefer
 from flashtune.runtime.autograd import Pair, ServeAll, differentiable, with_side
 from flashtune.runtime.backward_executors import BoundBackward, interpreted_backward
 from flashtune.runtime.executors import interpreted, launcher, with_copies
-from flashtune.runtime.gradients import BackwardExecutor
 from flashtune.runtime.kernel_loader import KernelLoader, LoadedKernel
 
 Usable = TypeVar("Usable")

@@ -14,6 +14,7 @@ from flashtune.core.notices import warn_once
 from flashtune.dispatch.bound_request import BoundRequest
 from flashtune.dispatch.decision import Backend, Decision, baseline, choose
 from flashtune.dispatch.masked_sdpa import sdpa_allowed
+from flashtune.request.gradients import BackwardExecutor
 from flashtune.request.request import Executor, Prefer, Request
 from flashtune.runtime.backward_executors import recomputed
 from flashtune.runtime.executors import (
@@ -25,7 +26,6 @@ from flashtune.runtime.executors import (
     types_as_given,
     with_copies,
 )
-from flashtune.runtime.gradients import BackwardExecutor
 from flashtune.runtime.kernel_loader import KernelLoader
 from flashtune.runtime.passes import backward_pass, joined, passes_of, prepared, warn_of_failure
 

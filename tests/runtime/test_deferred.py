@@ -19,10 +19,10 @@ from flashtune.core.problem import Causal, Problem
 from flashtune.dispatch.tables import Tables
 from flashtune.recording.recorder import read_counts
 from flashtune.request.call import Call, dense_call, varlen_call
+from flashtune.request.gradients import BackwardInputs
 from flashtune.runtime import background
 from flashtune.runtime.background import Worker
 from flashtune.runtime.buckets import REFUSED
-from flashtune.runtime.gradients import BackwardInputs
 from flashtune.runtime.session import SESSION, Session, record_calls
 from tests.runtime.training.training_calls import backward_record
 from tests.support.machine import PROBLEM, Machine, expected, inputs, tuned

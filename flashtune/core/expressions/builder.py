@@ -34,7 +34,7 @@ from flashtune.core.expressions.nodes import (
 # Nodes that are made include those that simplification leaves unused.
 MAX_BUILT = 4 * MAX_NODES
 _ASSOCIATIVE = frozenset({Op.ADD, Op.MULTIPLY, Op.MINIMUM, Op.MAXIMUM, Op.AND, Op.OR})
-_OF_INTS: Mapping[Op, Callable[..., int]] = {
+OF_INTS: Mapping[Op, Callable[..., int]] = {
     Op.NEGATE: operator.neg,
     Op.ABS: abs,
     Op.ADD: operator.add,
@@ -262,8 +262,8 @@ class Builder:
             return None
         if op in _OF_DIVISORS and values[1]:
             result = _OF_DIVISORS[op](*values)  # type: ignore[arg-type]
-        elif op in _OF_INTS and (Kind.FLOAT not in kinds or op is Op.TO_INT):
-            result = _OF_INTS[op](*values)
+        elif op in OF_INTS and (Kind.FLOAT not in kinds or op is Op.TO_INT):
+            result = OF_INTS[op](*values)
         else:
             return None
         of_bools = (RULES[op].result or self.kinds[operands[0]]) is Kind.BOOL

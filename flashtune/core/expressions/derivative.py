@@ -8,12 +8,10 @@ import math
 from typing import NamedTuple
 
 from flashtune.core.expressions.builder import Builder
-from flashtune.core.expressions.nodes import Expressions, Functions, Kind, Node, Op
+from flashtune.core.expressions.nodes import Expressions, Functions, Kind, Node, Op, needed_by
 
 # Functions of which derivatives are kept.
 MAX_KEPT = 256
-
-
 # Limits of operations and chains of derivatives, which no function within its own limits reaches.
 MAX_DERIVED, MAX_DERIVED_DEPTH = 2**14, 2**10
 
@@ -66,14 +64,12 @@ def derivatives(functions: Functions) -> Derivatives:
         own = _derivative(builder, functions, places, varying, Node(Op.SCORE))
         slope = builder.constant(0.0) if own is None else own
         slope = -1 if slope == builder.constant(1.0) else slope
-        loads = [node for node in functions.nodes if node.op is Op.LOAD]
-        for node in dict.fromkeys(loads):
-            if functions.tables[node.value].has_gradient:
+        for node in dict.fromkeys(functions.nodes):
+            if node.op is Op.LOAD and functions.tables[node.value].has_gradient:
                 own = _derivative(builder, functions, places, varying, node)
                 if own is not None:
                     elements.append(Element(places[functions.nodes.index(node)], own))
-    roots = {place for place in (score, mask, slope, *itertools.chain(*elements)) if place >= 0}
-    used = sorted(_reached(builder, roots))
+    used = needed_by(builder.nodes, score, mask, slope, *itertools.chain(*elements))
     order = {place: index for index, place in enumerate(used)} | {-1: -1}
     return Derivatives(
         tuple(
@@ -108,14 +104,6 @@ def _derivative(
             builder.constant(1.0) if is_variable else _slope(builder, node.op, place, operands, steps)
         )
     return slopes[functions.score]
-
-
-def _reached(builder: Builder, roots: set[int]) -> set[int]:
-    reached = set(roots)
-    for place in range(max(roots, default=-1), -1, -1):
-        if place in reached:
-            reached.update(builder.nodes[place].operands)
-    return reached
 
 
 def _slope(builder: Builder, op: Op, place: int, operands: list[int], steps: list[int | None]) -> int | None:

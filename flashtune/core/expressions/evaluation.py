@@ -24,31 +24,13 @@ def _maximum(first: Tensor, other: Tensor) -> Tensor:
     return -_minimum(-first, -other)
 
 
-_UNARY: Mapping[Op, Callable[[Tensor], Tensor]] = {
+# Other operations have the name of torch's function.
+_FUNCTIONS: Mapping[Op, Callable[..., Tensor]] = {
     Op.NEGATE: torch.neg,
-    Op.ABS: torch.abs,
-    Op.TANH: torch.tanh,
-    Op.EXP: torch.exp,
-    Op.LOG: torch.log,
-    Op.SIN: torch.sin,
-    Op.COS: torch.cos,
-    Op.SQRT: torch.sqrt,
-    Op.ERF: torch.erf,
     Op.NOT: torch.logical_not,
-}
-_BINARY: Mapping[Op, Callable[[Tensor, Tensor], Tensor]] = {
-    Op.ADD: torch.add,
-    Op.SUBTRACT: torch.sub,
-    Op.MULTIPLY: torch.mul,
-    Op.DIVIDE: torch.div,
-    Op.FLOOR_DIVIDE: torch.floor_divide,
-    Op.REMAINDER: torch.remainder,
     Op.MINIMUM: _minimum,
     Op.MAXIMUM: _maximum,
-    Op.LESS: torch.lt,
-    Op.LESS_EQUAL: torch.le,
     Op.EQUAL: torch.eq,
-    Op.NOT_EQUAL: torch.ne,
     Op.AND: torch.bitwise_and,
     Op.OR: torch.bitwise_or,
     Op.XOR: torch.bitwise_xor,
@@ -89,11 +71,16 @@ def evaluate(functions: Expressions, values: Values, result: int) -> Tensor:
     An index of a captured tensor that is negative counts from the end, and one out of range reads the nearest
     element.
     """
+    return _results(functions, values, result)[result]
+
+
+def _results(functions: Expressions, values: Values, result: int) -> dict[int, Tensor]:
+    """Returns the values of a node and of those that it depends on, operands first."""
     results: dict[int, Tensor] = {}
     for place in functions.needed(result):
         node = functions.nodes[place]
         results[place] = _value(functions, node, values, [results[operand] for operand in node.operands])
-    return results[result]
+    return results
 
 
 def error_terms(functions: Expressions, values: Values, result: int) -> Tensor:
@@ -102,17 +89,13 @@ def error_terms(functions: Expressions, values: Values, result: int) -> Tensor:
     An operation rounds its result, and enlarges the errors of its operands. The score itself has an error of
     its magnitude, so that functions with a derivative above 1 enlarge it.
     """
-    results: dict[int, Tensor] = {}
-    errors: dict[int, Tensor] = {}
-    zero = torch.zeros((), dtype=values.dtype, device=values.key.device)
-    for place in functions.needed(result):
-        node = functions.nodes[place]
-        operands = [results[operand] for operand in node.operands]
-        value = results[place] = _value(functions, node, values, operands)
+    results = _results(functions, values, result)
+    errors = dict.fromkeys(results, torch.zeros((), dtype=values.dtype, device=values.key.device))
+    for place, value in results.items():
         if functions.kinds[place] is Kind.FLOAT:
-            errors[place] = _error(node, value, operands, [errors[operand] for operand in node.operands])
-        else:
-            errors[place] = zero
+            node = functions.nodes[place]
+            operands, own = ([known[operand] for operand in node.operands] for known in (results, errors))
+            errors[place] = _error(node, value, operands, own)
     return errors[result]
 
 
@@ -143,10 +126,8 @@ def _value(functions: Expressions, node: Node, values: Values, operands: list[An
             return operands[0].to(values.dtype)  # type: ignore[no-any-return]
         case Op.TO_INT:
             return operands[0].long()  # type: ignore[no-any-return]
-        case Op.WHERE:
-            condition, first, other = operands
-            return torch.where(condition, first, other)
-    return _UNARY[node.op](*operands) if node.op in _UNARY else _BINARY[node.op](*operands)
+    function: Callable[..., Tensor] = _FUNCTIONS.get(node.op) or getattr(torch, node.op)
+    return function(*operands)
 
 
 def _loaded(table: Tensor, indices: list[Tensor]) -> Tensor:

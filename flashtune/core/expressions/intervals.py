@@ -6,10 +6,10 @@ It bounds the indices of captured tensors. Kernels bound mask functions likewise
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from flashtune.core.expressions.builder import OF_INTS
 from flashtune.core.expressions.nodes import INT32, MAX_SHIFT, Expressions, Kind, Node, Op, float_of
 
 
@@ -25,13 +25,7 @@ class Interval(NamedTuple):
         return self.least == self.greatest
 
 
-_OF_BITS: Mapping[Op, Callable[[int, int], int]] = {
-    Op.AND: operator.and_,
-    Op.OR: operator.or_,
-    Op.XOR: operator.xor,
-    Op.SHIFT_LEFT: operator.lshift,
-    Op.SHIFT_RIGHT: operator.rshift,
-}
+_OF_BITS = frozenset({Op.AND, Op.OR, Op.XOR, Op.SHIFT_LEFT, Op.SHIFT_RIGHT})
 UNKNOWN = Interval(-math.inf, math.inf)
 EITHER = Interval(0, 1)
 _INCREASING: Mapping[Op, Callable[[float], float]] = {
@@ -107,16 +101,12 @@ def _combined(node: Node, operands: list[Interval]) -> Interval:
             ends = sorted((abs(first.least), abs(first.greatest)))
             return Interval(0 if first.least <= 0 <= first.greatest else ends[0], ends[1])
         case Op.WHERE:
-            return _choice(first, *others)
-    if op in _OF_BITS and (op not in (Op.AND, Op.OR) or not _are_bools(first, others[0])):
+            chosen = others if not first.is_single else others[:1] if first.least else others[1:]
+            return Interval(min(own.least for own in chosen), max(own.greatest for own in chosen))
+    are_bools = all(own.least >= 0 and own.greatest <= 1 for own in operands)
+    if op in _OF_BITS and (op not in (Op.AND, Op.OR) or not are_bools):
         return _of_bits(op, first, others[0])
     return _of_pair(op, first, others[0])
-
-
-def _choice(condition: Interval, first: Interval, other: Interval) -> Interval:
-    if condition.is_single:
-        return first if condition.least else other
-    return Interval(min(first.least, other.least), max(first.greatest, other.greatest))
 
 
 def _of_pair(op: Op, first: Interval, other: Interval) -> Interval:
@@ -151,10 +141,6 @@ def _of_pair(op: Op, first: Interval, other: Interval) -> Interval:
     return UNKNOWN
 
 
-def _are_bools(first: Interval, other: Interval) -> bool:
-    return min(first.least, other.least) >= 0 and max(first.greatest, other.greatest) <= 1
-
-
 def _of_bits(op: Op, first: Interval, other: Interval) -> Interval:
     """Returns the possible values of an operation of the bits of ints."""
     if op in (Op.SHIFT_LEFT, Op.SHIFT_RIGHT):
@@ -167,7 +153,7 @@ def _of_bits(op: Op, first: Interval, other: Interval) -> Interval:
     if min(first.least, other.least) < 0 or math.isinf(max(first.greatest, other.greatest)):
         return UNKNOWN
     if first.is_single and other.is_single:
-        value = _OF_BITS[op](int(first.least), int(other.least))
+        value = OF_INTS[op](int(first.least), int(other.least))
         return Interval(value, value)
     if op is Op.AND:
         return Interval(0, min(first.greatest, other.greatest))

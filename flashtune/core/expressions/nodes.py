@@ -201,11 +201,12 @@ class Expressions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
     def needed(self, place: int) -> list[int]:
         """Returns the places of a node and of all nodes that it depends on, in ascending order."""
-        found = {place} if place >= 0 else set()
-        for index in range(place, -1, -1):
-            if index in found:
-                found.update(self.nodes[index].operands)
-        return sorted(found)
+        return needed_by(self.nodes, place)
+
+    @property
+    def trained(self) -> list[int]:
+        """The captured tensors of which a backward pass computes the gradient."""
+        return [place for place, table in enumerate(self.tables) if table.has_gradient]
 
 
 class Functions(Expressions, frozen=True, forbid_unknown_fields=True, omit_defaults=True, dict=True):
@@ -240,7 +241,7 @@ class Functions(Expressions, frozen=True, forbid_unknown_fields=True, omit_defau
                 raise ProblemError("a score function gives no float32, or a mask function no bool")
         if self.mask >= 0 and any(self.nodes[place].op is Op.SCORE for place in self.needed(self.mask)):
             raise ProblemError("a mask function depends on the score")
-        if len({*self.needed(self.score), *self.needed(self.mask)}) != len(self.nodes):
+        if len(needed_by(self.nodes, self.score, self.mask)) != len(self.nodes):
             raise ProblemError("a score or mask function has unused operations")
 
     def __hash__(self) -> int:
@@ -252,7 +253,7 @@ class Functions(Expressions, frozen=True, forbid_unknown_fields=True, omit_defau
 
     def with_gradients(self, tables: Collection[int]) -> Functions:
         """Returns the functions of a pass that computes the gradients of these captured tensors alone."""
-        if set(tables) == {place for place, table in enumerate(self.tables) if table.has_gradient}:
+        if set(tables) == set(self.trained):
             return self
         own = tuple(
             Table(table.dtype, table.dimensions, place in tables) for place, table in enumerate(self.tables)
@@ -263,6 +264,15 @@ class Functions(Expressions, frozen=True, forbid_unknown_fields=True, omit_defau
     def digest(self) -> str:
         """The hash of both functions, 16 hex digits. Equal canonical forms have equal hashes."""
         return hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:16]
+
+
+def needed_by(nodes: Sequence[Node], *roots: int) -> list[int]:
+    """Returns the places of some nodes and of all that they depend on, in ascending order. -1 is none."""
+    found = {root for root in roots if root >= 0}
+    for place in range(max(roots), -1, -1):
+        if place in found:
+            found.update(nodes[place].operands)
+    return sorted(found)
 
 
 def kinds_of(nodes: Sequence[Node], tables: Sequence[Table]) -> tuple[Kind, ...]:

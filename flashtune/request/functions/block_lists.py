@@ -101,7 +101,7 @@ def block_lists(mask: Any, seqlen_q: int, seqlen_kv: int, *, full_first: bool) -
             "create another one, or call its _adjust"
         )
     tensors, stream = mask_tensors(mask), stream_of(mask.kv_num_blocks.device)
-    if stream is None or _is_inference(tensors):
+    if stream is None or are_of_inference(tensors):
         return _lists(mask, seqlen_q, seqlen_kv, full_first)
     key = seqlen_q, seqlen_kv, full_first, stream, *_versions(tensors)
     known = _lists_of.get(mask)
@@ -126,7 +126,7 @@ def shows_band(mask: Any, band: Band, extents: Extents, device: torch.device) ->
     # Subclasses may have no values.
     if type(counts) is not Tensor or counts.device != device or device.type == "meta":
         return False
-    if _is_inference(tensors):
+    if are_of_inference(tensors):
         return False
     kind = band, extents
     key = *kind, *_versions(tensors)
@@ -152,7 +152,7 @@ def _versions(tensors: tuple[Tensor | None, ...]) -> tuple[int, ...]:
     return tuple(-1 if tensor is None else tensor._version for tensor in tensors)
 
 
-def _is_inference(tensors: tuple[Tensor | None, ...]) -> bool:
+def are_of_inference(tensors: tuple[Tensor | None, ...]) -> bool:
     """Returns whether tensors do not count how often they were written to."""
     return any(tensor is not None and tensor.is_inference() for tensor in tensors)
 

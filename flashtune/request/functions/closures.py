@@ -109,19 +109,9 @@ def _object(value: object) -> object:
     return value if function is None else function
 
 
-class Places(NamedTuple):
-    """The functions that are called, and the objects that they capture."""
-
-    functions: list[Captured]
-
-    def are_same(self) -> bool:
-        """Returns whether the functions capture the same objects."""
-        return all(map(Captured.is_same, self.functions))
-
-
-def captured_places(functions: Sequence[types.FunctionType]) -> Places | None:
-    """Returns where functions capture values, or None if a captured object may change unseen."""
-    places = Places([])
+def captured_places(functions: Sequence[types.FunctionType]) -> list[Captured] | None:
+    """Returns the functions that are called, or None if a captured object may change unseen."""
+    places: list[Captured] = []
     visited: set[int] = set()
     try:
         for function in functions:
@@ -131,7 +121,7 @@ def captured_places(functions: Sequence[types.FunctionType]) -> Places | None:
     return places
 
 
-def _find_places(value: Any, places: Places, visited: set[int]) -> None:
+def _find_places(value: Any, places: list[Captured], visited: set[int]) -> None:
     if isinstance(value, (int, float, Tensor)) or _is_stable(value):
         return
     if id(value) in visited:
@@ -144,7 +134,7 @@ def _find_places(value: Any, places: Places, visited: set[int]) -> None:
         inside = [cell.cell_contents for cell in cells]
         names = _names_of(value.__code__) if _is_own(value) else ()
         read = [(name, value.__globals__.get(name, _MISSING)) for name in names]
-        places.functions.append(
+        places.append(
             Captured(
                 weakref.ref(value),
                 value.__code__,

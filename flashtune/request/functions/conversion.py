@@ -27,8 +27,6 @@ _KINDS = {
 MAX_POWER = 8
 # Above this operand, `softplus` returns it, as torch's does.
 SOFTPLUS_LIMIT = 20.0
-
-
 Handler = Callable[..., Any]
 
 
@@ -37,13 +35,12 @@ def operation(builder: Builder, name: str, arguments: list[Any], options: dict[s
 
     Operands are places or partially indexed tensors. Python's numbers are constants, wrapped as `Constant`.
     """
-    handler = HANDLERS.get(name)
-    if handler is None:
+    if name not in HANDLERS and name not in _OF_ROWS:
         raise Unsupported("it is not one of the operations that kernels compute")
     try:
         if name in _OF_ROWS:
-            return handler(builder, *arguments, **options)
-        return _elementwise(builder, handler, arguments, options)
+            return _OF_ROWS[name](builder, *arguments, **options)
+        return _elementwise(builder, HANDLERS[name], arguments, options)
     except TypeError as error:
         raise Unsupported("its arguments are not supported") from error
 
@@ -148,10 +145,6 @@ def _shift(op: Op) -> Handler:
         return builder.where(builder.promoted(Op.LESS, last, count), builder.constant(0), shifted)
 
     return _of(shift, 2)
-
-
-def _exclusive(builder: Builder, first: int, other: int) -> int:
-    return builder.make(Op.NOT_EQUAL, builder.to_bool(first), builder.to_bool(other))
 
 
 def _float(op: Op, before: float = 1.0, after: float = 1.0) -> Handler:
@@ -381,11 +374,11 @@ def _names(handler: Handler, *names: str) -> dict[str, Handler]:
     return dict.fromkeys(names, handler)
 
 
-# By the names of torch's functions and methods and of Python's operators, without underscores at their ends.
+# Operations of each element, by names of torch and of Python's operators, without underscores at their ends.
 HANDLERS: Mapping[str, Handler] = {
     **_names(_pair(Op.ADD), "add", "radd"),
     **_names(_pair(Op.SUBTRACT), "sub", "subtract"),
-    **_names(_swapped(Op.SUBTRACT), "rsub"),
+    "rsub": _swapped(Op.SUBTRACT),
     **_names(_pair(Op.MULTIPLY), "mul", "multiply", "rmul"),
     **_names(_divide, "div", "divide", "true_divide", "truediv"),
     **_names(_swapped(Op.DIVIDE), "rdiv", "rtruediv"),
@@ -397,7 +390,7 @@ HANDLERS: Mapping[str, Handler] = {
     **_names(_swapped(Op.LESS), "gt", "greater"),
     **_names(_pair(Op.LESS_EQUAL), "le", "less_equal"),
     **_names(_swapped(Op.LESS_EQUAL), "ge", "greater_equal"),
-    **_names(_pair(Op.EQUAL), "eq"),
+    "eq": _pair(Op.EQUAL),
     **_names(_pair(Op.NOT_EQUAL), "ne", "not_equal"),
     **_names(_bitwise(Op.AND), "and", "bitwise_and", "rand"),
     **_names(_bitwise(Op.OR), "or", "bitwise_or", "ror"),
@@ -408,7 +401,7 @@ HANDLERS: Mapping[str, Handler] = {
     "logical_and": _logical(Op.AND),
     "logical_or": _logical(Op.OR),
     "logical_not": _logical(Op.NOT),
-    "logical_xor": _of(_exclusive, 2),
+    "logical_xor": _logical(Op.NOT_EQUAL),
     **_names(_number(Op.NEGATE), "neg", "negative"),
     **_names(_number(Op.ABS), "abs", "absolute"),
     "tanh": _float(Op.TANH),
@@ -430,7 +423,7 @@ HANDLERS: Mapping[str, Handler] = {
     "clamp_min": _clamp,
     "clamp_max": lambda builder, operand, max: _clamp(builder, operand, None, max),  # noqa: A006 - torch's name
     "where": _where,
-    **_names(_conversion(Kind.FLOAT), "float"),
+    "float": _conversion(Kind.FLOAT),
     **_names(_conversion(Kind.INT), "int", "long"),
     "bool": _conversion(Kind.BOOL),
     **_names(_to, "to", "type"),
@@ -440,9 +433,12 @@ HANDLERS: Mapping[str, Handler] = {
     "new_zeros": _full(0, True),
     "new_ones": _full(1, True),
     "new_full": _full(None, True),
+}
+# Operations that take rows as they are.
+_OF_ROWS: Mapping[str, Handler] = {
     "getattr": _property,
     **_names(_item, "getitem", "index"),
-    **_names(_reduced(Op.ADD), "sum"),
+    "sum": _reduced(Op.ADD),
     "mean": _reduced(Op.ADD, is_mean=True),
     "any": _reduced(Op.OR),
     "all": _reduced(Op.AND),
@@ -452,10 +448,3 @@ HANDLERS: Mapping[str, Handler] = {
     "unsqueeze": _unsqueezed,
     "squeeze": _squeezed,
 }
-# Operations that take rows as they are. Others compute each element.
-_OF_ROWS = frozenset(
-    {
-        *("getattr", "getitem", "index", "sum", "mean", "any", "all", "amax", "amin", "dot", "inner"),
-        *("vdot", "matmul", "vecdot", "unsqueeze", "squeeze"),
-    }
-)

@@ -70,13 +70,9 @@ class _NeedsValue(Exception):  # noqa: N818 - becomes an error with the function
 class _Known(NamedTuple):
     """Traced functions, valid while the captured tensors live."""
 
-    tensors: "tuple[weakref.ref[Tensor], ...]"
-    functions: Functions
-    text: str
-    tables: "tuple[weakref.ref[Tensor], ...]"
-    ints: tuple[int, ...]
-    floats: tuple[float, ...]
-    hides_scores: bool
+    tensors: "list[weakref.ref[Tensor]]"
+    tables: "list[weakref.ref[Tensor]]"
+    traced: Traced  # Without its tables.
 
 
 # By captured values and code, because programs define functions again in each call.
@@ -113,10 +109,14 @@ def trace(score_mod: Function | None, mask_mod: Function | None) -> Traced:
         tuple(float(capture.floats[place]) for place in order.floats),
         order.hides_scores,
     )
-    if captured is not None and capture.is_stable and _are_captured(traced.tables, captured.tensors):
-        references = [tuple(map(weakref.ref, tensors)) for tensors in (captured.tensors, traced.tables)]
-        own = _Known(references[0], functions, traced.text, references[1], *traced[3:])
-        keep(_expressions, captured.values, own, MAX_KNOWN)
+    # Tables are captured tensors themselves, and not made of them.
+    if (
+        captured is not None
+        and capture.is_stable
+        and {*map(id, traced.tables)} <= {*map(id, captured.tensors)}
+    ):
+        tensors, tables = ([*map(weakref.ref, part)] for part in (captured.tensors, traced.tables))
+        keep(_expressions, captured.values, _Known(tensors, tables, traced._replace(tables=())), MAX_KNOWN)
     return traced
 
 
@@ -133,15 +133,8 @@ def _traced_before(captured: State | None) -> Traced | None:
     # Tensors of other calls may have had the same identities.
     if any(reference() is None for reference in known.tensors):
         return None
-    tables = [reference() for reference in known.tables]
-    live = tuple(table for table in tables if table is not None)
-    return Traced(known.functions, known.text, live, known.ints, known.floats, known.hides_scores)
-
-
-def _are_captured(tables: tuple[Tensor, ...], tensors: tuple[Tensor, ...]) -> bool:
-    """Returns whether tables are captured tensors themselves, and not made of them."""
-    identities = set(map(id, tensors))
-    return all(id(table) in identities for table in tables)
+    tables = (reference() for reference in known.tables)
+    return known.traced._replace(tables=tuple(table for table in tables if table is not None))
 
 
 def _function(name: str, function: Function | None) -> Function | None:

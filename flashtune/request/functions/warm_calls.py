@@ -16,9 +16,15 @@ from flashtune.core.expressions.nodes import Functions, Op
 from flashtune.core.features.records import TABLES, ExtraInputs
 from flashtune.request.autocast import any_autocast
 from flashtune.request.call import Call, Options
-from flashtune.request.functions.block_lists import ListBlocks, extents_of, is_flex_mask, stream_of
+from flashtune.request.functions.block_lists import (
+    ListBlocks,
+    are_of_inference,
+    extents_of,
+    is_flex_mask,
+    stream_of,
+)
 from flashtune.request.functions.call import ScoreMod, flex_call, needs_grad
-from flashtune.request.functions.closures import Places, captured_places
+from flashtune.request.functions.closures import Captured, captured_places
 from flashtune.request.functions.tracing import is_stable
 from flashtune.request.invariance import is_batch_invariant
 from flashtune.request.read_call import known_functions
@@ -40,7 +46,7 @@ class _Warm(NamedTuple):
     options: Options
     side: ExtraInputs
     mask: "weakref.ref[Any] | None"
-    places: Places
+    places: list[Captured]
     # The fields of the block mask, and its tensors with how often each was written to.
     fields: tuple[Any, ...]
     versions: tuple[tuple[Tensor, int], ...]
@@ -58,7 +64,7 @@ class _Warm(NamedTuple):
 
     def is_current(self) -> bool:
         """Returns whether the block mask lives, and the functions capture the same objects."""
-        return (self.mask is None or self.mask() is not None) and self.places.are_same()
+        return (self.mask is None or self.mask() is not None) and all(map(Captured.is_same, self.places))
 
 
 _warm: "weakref.WeakKeyDictionary[Any, dict[tuple[object, ...], _Warm]]" = weakref.WeakKeyDictionary()
@@ -125,7 +131,7 @@ def _is_same(warm: _Warm, block_mask: Any) -> bool:
         for tensor, version in warm.versions:
             if tensor._version != version:
                 return False
-    return warm.layouts == _layouts(warm.captured) and warm.places.are_same()
+    return warm.layouts == _layouts(warm.captured) and all(map(Captured.is_same, warm.places))
 
 
 def _layouts(captured: tuple[Tensor, ...]) -> list[object]:
@@ -146,7 +152,7 @@ def _keep(
             return
         fields = mask_fields(block_mask.__dict__)
         mask_mod = block_mask.mask_mod
-        if any(tensor is not None and tensor.is_inference() for tensor in fields[:TENSOR_FIELDS]):
+        if are_of_inference(fields[:TENSOR_FIELDS]):
             # These do not count how often they were written to.
             return
     given = [function for function in (score_mod, mask_mod) if function is not None]

@@ -49,13 +49,16 @@ def companions(problem: Problem, config: Config, level: Level, *, reduced: bool)
     """
     tiles = tiles_of(config, reduced=reduced)
     quick = level is Level.QUICK
-    shapes = tuple(gradient_shapes(tiles, problem, quick=quick))
+    shapes = (*_quick(tiles, problem), *(() if quick else _full(tiles, problem)))
     tile = Tile(tiles.queries[-1], tiles.keys[-1], tiles.depth)
-    rounds = () if reduced else tuple(many_tiles(tile, quick=quick))
+    # Problems with more tiles than a GPU runs at once.
+    rounds = () if reduced else tuple(rounds_of(tile, quick=quick))
+    if not quick:
+        rounds = tuple(msgspec.structs.replace(shape, repeats=RACE_REPEATS) for shape in rounds)
     if reduced:
         # No other reduced problem has three tiles of queries and of keys in full attention.
         shapes += (third_tiles(tile),)
-    if problem.deterministic and level is not Level.QUICK and not reduced:
+    if problem.deterministic and not quick and not reduced:
         rounds += tuple(turns_of(tile))
     if problem.features - {Feature.DETERMINISTIC}:
         problems = _with_features(problem, shapes, tile, rounds, quick=quick, reduced=reduced)
@@ -130,19 +133,6 @@ def tiles_of(config: Config, *, reduced: bool) -> Tiles:
     stages = max(int(getattr(config, name, 1)) for name in STAGES)
     depth = 1 if reduced else min(stages, MAX_BLOCKS - 2)
     return Tiles(named(QUERY_SIDES), named(KEY_SIDES), depth)
-
-
-def gradient_shapes(tiles: Tiles, problem: Problem, *, quick: bool) -> Iterator[Shape]:
-    """Yields the small problems of a check in a fixed order."""
-    yield from _quick(tiles, problem)
-    if not quick:
-        yield from _full(tiles, problem)
-
-
-def many_tiles(tile: Tile, *, quick: bool) -> Iterator[Shape]:
-    """Yields problems with more tiles than a GPU runs at once, launched many times except in a self-check."""
-    for shape in rounds_of(tile, quick=quick):
-        yield shape if quick else msgspec.structs.replace(shape, repeats=RACE_REPEATS)
 
 
 def turns_of(tile: Tile) -> Iterator[Shape]:

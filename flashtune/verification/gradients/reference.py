@@ -17,7 +17,6 @@ from flashtune.core.problem import Bias, Dtype, Problem
 from flashtune.verification.gradients.head_sampling import Pairs, Piece, pieces
 from flashtune.verification.gradients.scores import BackwardCase, SinkRows, Work, largest, once, work_on
 from flashtune.verification.gradients.tables import OfElements, element_gradient, element_sums
-from flashtune.verification.gradients.tables import added as tables_added
 from flashtune.verification.gradients.tolerance import (
     BF16_KEYS_FACTOR,
     FACTOR,
@@ -144,7 +143,7 @@ def key_sums(work: Work) -> OfKeys:
     )
 
 
-Sums = TypeVar("Sums", OfKeys, OfHeads)
+Sums = TypeVar("Sums", OfKeys, OfHeads, OfElements)
 
 
 def added(total: Sums | None, sums: Sums) -> Sums:
@@ -207,7 +206,7 @@ def expect_gradients(problem: Problem, inputs: BackwardCase, chosen: Chosen) -> 
     for piece in some:
         part, sums = _of_pairs(problem, inputs, piece, chosen.rows, has_tables=has_tables)
         parts.append(part)
-        tables = tables if sums is None else tables_added(tables, sums)
+        tables = tables if sums is None else added(tables, sums)
     gradients = {name: _joined([part.gradients[name] for part in parts], 0) for name in parts[0].gradients}
     if tables is not None:
         gradients["dtables"] = element_gradient(problem, tables)
@@ -235,7 +234,7 @@ def _of_pairs(
         if work.sinks is not None:
             of_sinks = added(of_sinks, sink_sums(problem, work.sinks, work.errors.steps))
         if has_tables:
-            of_tables = tables_added(of_tables, element_sums(problem, inputs, work, piece.pairs))
+            of_tables = added(of_tables, element_sums(problem, inputs, work, piece.pairs))
     assert of_keys is not None
     dk, dv = key_gradients(problem, inputs.scale, of_keys)
     gradients = {"dq": _joined([part.dq for part in parts], 2), "dk": dk, "dv": dv}

@@ -16,7 +16,7 @@ from flashtune.verification.gradients.scores import BackwardCase, Work
 from flashtune.verification.gradients.tolerance import Gradient, RowFigures, allowed_error
 from flashtune.verification.reference.masks import Rows
 from flashtune.verification.reference.scores import score_rows
-from flashtune.verification.tolerance import FLOAT32_ROUNDOFF, larger, squared
+from flashtune.verification.tolerance import FLOAT32_ROUNDOFF, squared
 
 
 class OfElements(NamedTuple):
@@ -70,14 +70,6 @@ def _parts(work: Work, term: TableTerm, scores: Tensor) -> tuple[Tensor, ...]:
     spread = spread + shared * (shared.sum(-1, keepdim=True) if is_repeated else shared)
     plain = work.plain.biased.view(shape) * slope
     return value, plain, spread, squared(value), seen.double()
-
-
-def added(total: OfElements | None, sums: OfElements) -> OfElements:
-    """Returns the partial sums of more rows, added to those of the earlier ones."""
-    if total is None:
-        return sums
-    both = OfElements(*map(torch.add, total, sums))
-    return both._replace(steps=larger(total.steps, sums.steps))
 
 
 def element_gradient(problem: Problem, sums: OfElements) -> Gradient:

@@ -32,14 +32,8 @@ _PATTERNS: Mapping[Op, str] = {
     Op.TO_FLOAT: "{0}.to(tl.float32)",
     Op.TO_INT: "{0}.to(tl.int32)",
     Op.NEGATE: "-{0}",
-    Op.ABS: "tl.abs({0})",
     Op.TANH: "tanh_of({0})",
-    Op.EXP: "tl.exp({0})",
-    Op.LOG: "tl.log({0})",
-    Op.SIN: "tl.sin({0})",
-    Op.COS: "tl.cos({0})",
-    Op.SQRT: "tl.sqrt({0})",
-    Op.ERF: "tl.erf({0})",
+    **{op: f"tl.{op}({{0}})" for op in (Op.ABS, Op.EXP, Op.LOG, Op.SIN, Op.COS, Op.SQRT, Op.ERF)},
     Op.NOT: "{0} == 0",
     Op.ADD: "{0} + {1}",
     Op.SUBTRACT: "{0} - {1}",
@@ -139,7 +133,7 @@ class Writer:
     leaves = _LEAVES
     # Texts of places as indices of captured tensors, where others than those of `leaves` are.
     existing: Mapping[Op, str] = {}
-    types = _TYPES
+    types: Mapping[Kind, str] = _TYPES
     # Forms of values that are places or scores, and of which names begin with each form.
     forms_of_leaves: Mapping[Op, int] = {Op.QUERY: 1, Op.KEY: 2, Op.SCORE: 3}
     form_names = _FORMS
@@ -192,7 +186,7 @@ class Writer:
         used = {node.op for node in self.functions.nodes}
         if Op.REMAINDER in used:
             used.add(Op.FLOOR_DIVIDE)
-        if not any(not self._is_place(index) for _, _, index in self._indices()):
+        if all(self._is_place(index) for _, _, index in self._indices()):
             used.discard(Op.LOAD)
         return used
 
@@ -286,6 +280,21 @@ class Writer:
                 inside = self.place_text(index, text, f"size_{node.value}_{axis}")
             terms.append(f" + {inside}{strides[axis]}")
         return terms
+
+    def gradient_place(self, load: int, operands: list[str]) -> str:
+        """Returns the pointer to the element of a load in the gradient of its table, from its indices."""
+        table, last = self.functions.nodes[load].value, len(operands) - 1
+        strides = [f" * numbers_{table}_{axis + 1}" if axis < last else "" for axis in range(len(operands))]
+        return "".join([f"gradient_{table}", *self.offsets(load, operands, strides)])
+
+    def numbers(self, table: int) -> list[str]:
+        """Returns the lines that count the elements of a table from each axis on."""
+        dimensions = self.functions.tables[table].dimensions
+        return [
+            f"numbers_{table}_{axis} = {self.language}.load(function_ints + {self.shapes[table] + axis})"
+            + f" * numbers_{table}_{axis + 1}" * (axis + 1 < dimensions)
+            for axis in reversed(range(dimensions))
+        ]
 
     def _is_place(self, index: int) -> bool:
         """Returns whether an index is a place itself, which the call checks against the tensor's size."""

@@ -8,9 +8,10 @@ import re
 from collections.abc import Mapping
 
 from flashtune.core.expressions.derivative import Derivatives
-from flashtune.core.expressions.intervals import UNKNOWN, Interval
 from flashtune.core.expressions.nodes import INT32, Kind, Op
-from flashtune.templates.common.args.gluon_functions import ANY_PLACE, Block, GluonWriter
+from flashtune.templates.common.args.gluon_blocks import Block
+from flashtune.templates.common.args.gluon_functions import GluonWriter
+from flashtune.templates.common.args.gluon_places import ANY_PLACE
 
 _LEAVES: Mapping[Op, str] = {
     Op.SCORE: "s",
@@ -19,30 +20,19 @@ _LEAVES: Mapping[Op, str] = {
     Op.QUERY: "m_start + (queries & 6) + (queries & -7)",
     Op.KEY: "n_start + function_keys",
 }
-_EXISTING: Mapping[Op, str] = {
-    Op.QUERY: "gl.minimum({0}, seqlen_q - 1)",
-    Op.KEY: "gl.minimum({0}, seqlen_kv - 1)",
-}
-_FORMS_OF_LEAVES: Mapping[Op, int] = {Op.KEY: 1, Op.QUERY: 2, Op.SCORE: 3}
-# Larger captured ints make no difference in a comparison of places.
-_FARTHEST = 2**29
 _WORDS = re.compile(r"\w+")
-_COMPARED: Mapping[Op, str] = {Op.LESS: "<", Op.LESS_EQUAL: "<=", Op.EQUAL: "==", Op.NOT_EQUAL: "!="}
+_COMPARED = (Op.LESS, Op.LESS_EQUAL, Op.EQUAL, Op.NOT_EQUAL)
 
 
 class GradientWriter(GluonWriter):
     """Writes functions for blocks of queries."""
 
-    leaves, existing = _LEAVES, _EXISTING
-    forms_of_leaves = _FORMS_OF_LEAVES
+    leaves = _LEAVES
+    forms_of_leaves: Mapping[Op, int] = {Op.KEY: 1, Op.QUERY: 2, Op.SCORE: 3}
     form_names = ("scalar", "key", "query", "pair")
     walked = Op.QUERY
     arguments = ("m_start", "queries", "seqlen_q", "seqlen_kv", "origin")
     prefixes = form_names
-    distances = (
-        "steps = (queries & -7).to(gl.float32)",
-        "start = (m_start - origin + (queries & 6)).to(gl.float32)",
-    )
     walk = ("m_start", "queries", "BLOCK_M")
     functions: Derivatives
 
@@ -60,21 +50,22 @@ class GradientWriter(GluonWriter):
         inputs = (name for part in ("score", "mask") for name in self.parts[part].split(", ") if name)
         self.parts["both"] = ", ".join(dict.fromkeys(inputs))
 
-    def _score_function(self, block: Block) -> str:
+    def score_function(self, block: Block) -> str:
+        """Returns the definition of the function of changed scores and their derivatives."""
         functions = self.functions
-        results = [self._of_pairs(block, self._sum(block, functions.score))]
+        results = [self.of_pairs(block, self.sum_of(block, functions.score))]
         explanation = "Returns scores after the score function."
         if functions.slope >= 0:
-            slope = self._row(functions.slope)
+            slope = self.row(functions.slope)
             if self.forms[functions.slope] == 0:
                 self.parts["slope"] = slope.text
             else:
-                results.append(self._operand(block, functions.slope, 3))
+                results.append(self.operand_of(block, functions.slope, 3))
                 explanation = "Returns scores after the score function, and its derivative by the score."
         if self.held:
             explanation = "Returns scores after the score function, and its derivatives."
-        results += (self._operand(block, place, 3) for place in self.held)
-        return self._definition("change_scores", block, "s", [f"return {', '.join(results)}"], explanation)
+        results += (self.operand_of(block, place, 3) for place in self.held)
+        return self.definition("change_scores", block, "s", [f"return {', '.join(results)}"], explanation)
 
     @property
     def held(self) -> list[int]:
@@ -87,7 +78,7 @@ class GradientWriter(GluonWriter):
 
         The part is -1 if the value does not depend on the score.
         """
-        if not self.depends_on_score(place):
+        if not self.depends_on(place, Op.SCORE):
             return -1, [(Op.MULTIPLY, place)]
         node = self.functions.nodes[place]
         if node.op is Op.NEGATE:
@@ -95,22 +86,23 @@ class GradientWriter(GluonWriter):
             return part, [*operations, (Op.NEGATE, -1)]
         if node.op in (Op.MULTIPLY, Op.DIVIDE):
             first, other = node.operands
-            if node.op is Op.MULTIPLY and not self.depends_on_score(first):
+            if node.op is Op.MULTIPLY and not self.depends_on(first, Op.SCORE):
                 first, other = other, first
-            if not self.depends_on_score(other):
+            if not self.depends_on(other, Op.SCORE):
                 part, operations = self.divided(first)
                 return part, [*operations, (node.op, other)]
         return place, []
 
-    def _mask_function(self, block: Block) -> str:
-        visible = self._operand(block, self.functions.mask, 3)
+    def mask_function(self, block: Block) -> str:
+        """Returns the definition of the function that hides pairs."""
+        visible = self.operand_of(block, self.functions.mask, 3)
+        last = [f"return gl.where({visible}, p, 0.0)"]
         explanation = "Returns probabilities, with zeros for keys that the mask function hides."
-        return self._definition(
-            "hide_by_function", block, "p", [f"return gl.where({visible}, p, 0.0)"], explanation
-        )
+        return self.definition("hide_by_function", block, "p", last, explanation)
 
-    def _computed(self, block: Block, place: int) -> str:
-        return self._compared(block, place) or super()._computed(block, place)
+    def computed(self, block: Block, place: int) -> str:
+        """Returns the text of an operation of a block that makes no sum."""
+        return self._compared(block, place) or super().computed(block, place)
 
     def _compared(self, block: Block, place: int) -> str:
         """Returns the text of a comparison of a query with numbers that do not depend on it, if it is one.
@@ -120,29 +112,16 @@ class GradientWriter(GluonWriter):
         node, kinds = self.functions.nodes[place], self.functions.kinds
         if node.op not in _COMPARED or self.forms[place] < 3 or kinds[node.operands[0]] is not Kind.INT:
             return ""
-        first, other = (self._coefficients(operand) for operand in node.operands)
-        sign = 0 if first is None or other is None else first[0] - other[0]
-        if first is None or other is None or sign not in (1, -1):
+        found = self.compared(place)
+        if found is None:
             return ""
-        terms = [(-sign * own, term) for own, term in first[1]] + [
-            (sign * own, term) for own, term in other[1]
-        ]
-        if sum(self.bounds[term] == UNKNOWN for _, term in terms) > 1:
-            # Each bounded alone, they would have another sum.
-            return ""
-        bounds, last = [-ANY_PLACE.greatest, -ANY_PLACE.least], ""
-        for own, term in terms:
-            row, interval = self._row(term), self.bounds[term]
-            if interval == UNKNOWN:
-                # No two places are so far apart.
-                row = self._of_tile(f"gl.maximum(gl.minimum({{0}}, {_FARTHEST}), -{_FARTHEST})", row)
-                interval = Interval(-_FARTHEST, _FARTHEST)
-            self._input(block, row)
-            ends = sorted(own * bound for bound in interval)
-            bounds = [bound + end for bound, end in zip(bounds, ends, strict=True)]
+        least, greatest, last = -ANY_PLACE.greatest, -ANY_PLACE.least, ""
+        for own, row, ends in self.summands(found[1]):
+            block.read(row)
+            least, greatest = least + ends[0], greatest + ends[1]
             last += f" {'+' if own > 0 else '-'} {row.wide}"
-        if bounds[0] < INT32[0] or bounds[1] > INT32[-1]:
+        if least < INT32[0] or greatest > INT32[-1]:
             return ""
         rest = f"{last} - m_start - (queries & 6)[None, :]".removeprefix(" + ").strip()
         sides = "(queries & -7)[None, :]", rest
-        return f" {_COMPARED[node.op]} ".join(sides if sign > 0 else sides[::-1])
+        return self.pattern(place).format(*sides if found[0] > 0 else sides[::-1])

@@ -9,7 +9,7 @@ import re
 
 from flashtune.core.expressions.derivative import Derivatives
 from flashtune.core.expressions.nodes import Op
-from flashtune.templates.common.args.gluon_functions import Block
+from flashtune.templates.common.args.gluon_blocks import Block
 from flashtune.templates.common.args.gluon_gradients import GradientWriter
 
 _HELPERS = {
@@ -40,8 +40,8 @@ def add_by_warps(gradient, places, change):
 }
 # Functions of which the code is kept.
 MAX_KEPT = 64
-# Names of sizes that a place needs.
-_SIZES = re.compile(r"(?:numbers|size)_\d+_\d+")
+# Names of gradients and sizes that a place needs.
+_SIZES = re.compile(r"gradient_\d+|(?:numbers|size)_\d+_\d+")
 
 
 def gluon_gradient_lines(functions: Derivatives, part: str) -> str:
@@ -69,8 +69,8 @@ def can_add_elements(functions: Derivatives) -> bool:
     not 1: products with probabilities are kept of both.
     """
     writer = _writer(functions)
-    loads = (element.load for element in functions.elements)
-    return not any(map(writer.depends_on_score, loads)) and (functions.slope >= 0 or not writer.held)
+    depend = any(writer.depends_on(element.load, Op.SCORE) for element in functions.elements)
+    return not depend and (functions.slope >= 0 or not writer.held)
 
 
 def keeps_products(functions: Derivatives) -> bool:
@@ -92,7 +92,7 @@ def _writer(functions: Derivatives) -> "_ElementWriter":
 
 
 class _ElementWriter(GradientWriter):
-    def _further_functions(self) -> list[str]:
+    def further_functions(self) -> list[str]:
         elements = self.functions.elements
         if not elements:
             return []
@@ -132,7 +132,7 @@ class _ElementWriter(GradientWriter):
                 self._multiply(own, "change", later, 2)
                 places = self._places_of(own, element.load, 2)
                 own.lines.append(f'gl.atomic_add({places}, change, mask=change != 0.0, sem="relaxed")')
-                functions.append(self._definition(name, own, "change", [], "Adds to elements of queries."))
+                functions.append(self.definition(name, own, "change", [], "Adds to elements of queries."))
                 block.inputs |= own.inputs
                 inputs = ", ".join(("row_queries", *self.arguments[2:], *own.inputs))
                 block.lines += [
@@ -145,14 +145,14 @@ class _ElementWriter(GradientWriter):
         tiles = ", ".join((["ds"] if self.parts["plain"] else []) + (["dp", *held] if held else []))
         explanation = "Adds the gradients of captured tensors of a tile."
         last = [f"return {', '.join(kept)}"] if kept else []
-        functions.append(self._definition("add_elements", block, tiles, last, explanation))
+        functions.append(self.definition("add_elements", block, tiles, last, explanation))
         return functions
 
     def _multiply(self, block: Block, change: str, operations: list[tuple[Op, int]], form: int = 3) -> None:
         """Appends the lines that make `change` from a number of this name, by values without the score."""
         text = ""
         for op, place in operations:
-            operand = "" if op is Op.NEGATE else self._operand(block, place, form)
+            operand = "" if op is Op.NEGATE else self.operand_of(block, place, form)
             match op:
                 case Op.NEGATE:
                     text = f"(-{text or '1.0'})"
@@ -169,11 +169,9 @@ class _ElementWriter(GradientWriter):
     def _places_of(self, block: Block, load: int, form: int) -> str:
         """Returns the pointers to the elements of a load in the gradient."""
         indices = self.functions.nodes[load].operands
-        terms = self._terms(load, [self._operand(block, index, form) for index in indices])
-        gradient = f"gradient_{self.functions.nodes[load].value}"
-        block.inputs[gradient] = None
-        block.inputs |= dict.fromkeys(_SIZES.findall(terms))
-        return gradient + terms
+        places = self.gradient_place(load, [self.operand_of(block, index, form) for index in indices])
+        block.inputs |= dict.fromkeys(_SIZES.findall(places))
+        return places
 
     def _added_at_once(self, block: Block, load: int) -> str:
         """Returns the line that adds `change` to the elements of a load that depends on queries and keys."""
@@ -183,33 +181,20 @@ class _ElementWriter(GradientWriter):
             return f"add_by_warps({gradient}, {terms}, change)"
         return f'gl.atomic_add({places}, change, mask=change != 0.0, sem="relaxed")'
 
-    def _terms(self, load: int, operands: list[str]) -> str:
-        """Returns the summands of the place of an element in the gradient of its captured tensor."""
-        table, last = self.functions.nodes[load].value, len(operands) - 1
-        strides = [f" * numbers_{table}_{axis + 1}" if axis < last else "" for axis in range(len(operands))]
-        return "".join(self.offsets(load, operands, strides))
-
     def _places(self) -> list[str]:
         """Returns the lines that make the places of gradients, and count the elements from each axis on."""
         lines, base = [], "dtables"
-        for place, table in enumerate(self.functions.tables):
-            if not table.has_gradient:
-                continue
-            lines.append(f"gradient_{place} = {base}")
-            for axis in reversed(range(table.dimensions)):
-                later = f" * numbers_{place}_{axis + 1}" if axis + 1 < table.dimensions else ""
-                size = f"gl.load(function_ints + {self.shapes[place] + axis})"
-                lines.append(f"numbers_{place}_{axis} = {size}{later}")
-            base = f"gradient_{place} + " + (f"numbers_{place}_0" if table.dimensions else "1")
+        for place in self.functions.trained:
+            lines += [f"gradient_{place} = {base}", *self.numbers(place)]
+            count = f"numbers_{place}_0" if self.functions.tables[place].dimensions else "1"
+            base = f"gradient_{place} + {count}"
         return lines
 
     def _ended(self, number: int) -> list[str]:
         """Returns the lines that add the sum of an element at the end of a head."""
         load = self.functions.elements[number].load
-        node = self.functions.nodes[load]
-        terms = self._terms(load, [self.name(index) for index in node.operands])
-        places = f"gradient_{node.value}{terms} + function_keys * 0"
+        places = self.gradient_place(load, [*map(self.name, self.functions.nodes[load].operands)])
         return [
-            f'gl.atomic_add({places}, element_{number}, sem="relaxed")',
+            f'gl.atomic_add({places} + function_keys * 0, element_{number}, sem="relaxed")',
             f"element_{number} = gl.zeros_like(element_{number})",
         ]

@@ -1,9 +1,14 @@
-"""Gluon functions that divide places of a block, and that make words of them.
+"""Masks as words in Gluon, and functions that divide places of a block and make words of them.
 
 A word has a bit for each of the up to 32 places of a block that a thread has in a row.
 """
 
 from collections.abc import Mapping
+
+from flashtune.core.expressions.intervals import UNKNOWN
+from flashtune.core.expressions.nodes import Kind, Node, Op
+from flashtune.templates.common.args.gluon_blocks import Block, BlockWriter
+from flashtune.templates.common.args.gluon_places import Row
 
 # Functions of a kernel that calls them.
 CALLED: Mapping[str, str] = {
@@ -91,3 +96,114 @@ def divide_places(start, thread_offsets, steps, divisor, reciprocal):
     return (quotient ^ -turns) + ((rest + steps) * factor >> 20) * (1 - 2 * turns)
 ''',
 }
+
+
+class WordWriter(BlockWriter):
+    """Writes words of bools."""
+
+    def word(self, block: Block, place: int) -> str:
+        """Returns the name of words of which each has a bit for 32 places of a block, or nothing."""
+        if place not in block.words:
+            lines, inputs, words, tile = [*block.lines], {**block.inputs}, {**block.words}, [*self.tile]
+            intervals = {**self.intervals}
+            found = self._new_word(block, place)
+            if not found:
+                # Without the whole, no part of it is needed.
+                block.lines, block.inputs, block.words, self.tile = lines, inputs, words, tile
+                self.intervals = intervals
+            block.words[place] = found
+        return block.words[place]
+
+    def _new_word(self, block: Block, place: int) -> str:
+        node, name = self.functions.nodes[place], f"word_{place}"
+        if self.forms[place] < 2 or self.functions.kinds[place] is not Kind.BOOL:
+            return ""
+        if node.op in (Op.AND, Op.OR, Op.XOR, Op.NOT):
+            words = [self.word(block, operand) for operand in node.operands]
+            text = self.pattern(place).format(*words) if node.op is not Op.NOT else f"{words[0]} ^ -1"
+            return block.add(name, text) if all(words) else ""
+        if self._is_periodic(place):
+            first, second = (self._at_column(block, place, column) for column in range(2))
+            block.add(f"even_{place}", f"gl.where({first}, {0x55555555}, 0)")
+            return block.add(name, f"even_{place} | gl.where({second}, {-0x55555556}, 0)")
+        start, _, width = self.walk
+        remainders = self._remainders(place)
+        if remainders is not None:
+            divisor, least, greatest = remainders
+            block.add("least", self._in_word(block, least))
+            block.add("greatest", self._in_word(block, greatest))
+            rest = f"{start}, thread_places, {self.divisor_of(block, divisor)}, {width}"
+            return block.add(name, f"places_with(least, greatest, {rest})")
+        ends = self.ends_of(place)
+        if ends is None:
+            return ""
+        first, after = (
+            f"places_from({self._in_word(block, end)} - {start} - thread_places)" if end.text else ""
+            for end in ends
+        )
+        block.add(name, first or f"{after} ^ -1")
+        return block.add(name, f"{name} & ({after} ^ -1)") if first and after else name
+
+    def _is_periodic(self, place: int) -> bool:
+        """Returns whether a value depends on keys only by their last three bits."""
+        node = self.functions.nodes[place]
+        if self.forms[place] < 2:
+            return True
+        if self.functions.kinds[place] is Kind.FLOAT or not node.operands:
+            return False
+        if node.op is Op.REMAINDER and 0 < self.power(place) <= 8:
+            return self.place_and_terms(node.operands[0]) is not None
+        return node.op is not Op.LOAD and all(map(self._is_periodic, node.operands))
+
+    def _in_word(self, block: Block, row: Row) -> str:
+        """Returns a number of rows as an operand of words, [rows, 4]."""
+        line = "thread_places = places_of_thread(s)"
+        if line not in block.lines:
+            block.lines.insert(0, line)
+        block.read(row)
+        return f"of_words({row.text}, s)" if row.form else row.text
+
+    def _remainders(self, place: int) -> tuple[int, Row, Row] | None:
+        """Returns a divisor, and the least and the greatest remainder of visible places, or None."""
+        found, nodes = self.within(place), self.functions.nodes
+        if found is not None:
+            key, least, greatest = found
+            return (nodes[key].operands[1], least, greatest) if self._is_remainder(key) else None
+        if nodes[place].op is not Op.EQUAL:
+            return None
+        row, key = sorted(nodes[place].operands, key=lambda operand: self.forms[operand])
+        if self.forms[row] < 2 and self._is_remainder(key):
+            return nodes[key].operands[1], self.row(row), self.row(row)
+        if nodes[row] != Node(Op.INT) or nodes[key].op is not Op.REMAINDER:
+            return None
+        # Differences are multiples of a number if both places have the same remainder.
+        distance, divisor = nodes[key].operands
+        if nodes[distance].op is Op.ABS:
+            distance = nodes[distance].operands[0]
+        terms = self.place_and_terms(distance)
+        if self.forms[divisor] or terms is None or self.bounds[distance] == UNKNOWN:
+            return None
+        total = self.total([(-terms[0] * own, term) for own, term in terms[1]])
+        if total is None or total.form != 1:
+            return None
+        number = self.name(divisor)
+        same = self.of_tile(f"{{0}} - floor_divide({{0}}, {number}) * {number}", total)
+        return divisor, same, same
+
+    def _is_remainder(self, place: int) -> bool:
+        return self.divides_walked(place) and not self.is_quotient(place)
+
+    def _at_column(self, block: Block, place: int, column: int) -> str:
+        """Returns the text of a periodic value at the first or the second place of a thread."""
+        node = self.functions.nodes[place]
+        if self.forms[place] < 2:
+            return self._in_word(block, self.row(place))
+        if node.op is Op.REMAINDER and self.power(place):
+            found = self.place_and_terms(node.operands[0])
+            assert found is not None
+            text = f"{'' if found[0] > 0 else '-'}({self.walk[0]} + thread_places + {column})"
+            for sign, term in found[1]:
+                text += f" {'+' if sign > 0 else '-'} {self._in_word(block, self.row(term))}"
+            return f"(({text}) & {self.power(place) - 1})"
+        operands = [self._at_column(block, operand, column) for operand in node.operands]
+        return f"({self.pattern(place).format(*operands)})"

@@ -8,7 +8,6 @@ captured tensor are loaded for one block, and their least and greatest are taken
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping
 
 from flashtune.core.expressions.nodes import Functions, Kind, Op, float_of
 from flashtune.core.features.records import TABLES
@@ -19,14 +18,7 @@ LISTS = ("block_counts", "block_indices", "full_counts")
 EXTENTS = ("list_heads", "seqlen_q", "seqlen_kv")
 # Blocks of queries of a program, and blocks of keys that it classifies at once.
 ROWS, COLUMNS = 4, 64
-_BOUNDS: Mapping[Op, str] = {
-    Op.BATCH: "batch, batch",
-    Op.HEAD: "head, head",
-    Op.QUERY: "first_query, last_query",
-    Op.KEY: "first_key, last_key",
-}
 _TYPES = {Kind.INT: "tl.int64", Kind.FLOAT: "tl.float32", Kind.BOOL: "tl.int1"}
-_PREFIXES = {Kind.INT: "int", Kind.FLOAT: "float", Kind.BOOL: "bool"}
 # Bounds of a value of which nothing is known.
 _UNKNOWN = {Kind.INT: ("LEAST", "GREATEST"), Kind.FLOAT: ('float("nan")',) * 2, Kind.BOOL: ("True", "True")}
 _SOURCE = '''"""Lists the blocks of keys that a mask function may show, by bounds of its values."""
@@ -132,8 +124,10 @@ class _IntervalWriter(Writer):
             case Op.INT_NUMBER | Op.FLOAT_NUMBER:
                 array = "function_ints" if node.op is Op.INT_NUMBER else "function_floats"
                 return ", ".join([f"tl.full([1, 1], tl.load({array} + {node.value}), {_TYPES[kind]})"] * 2)
-            case Op.BATCH | Op.HEAD | Op.QUERY | Op.KEY:
-                return _BOUNDS[node.op]
+            case Op.BATCH | Op.HEAD:
+                return f"{node.op}, {node.op}"
+            case Op.QUERY | Op.KEY:
+                return f"first_{node.op}, last_{node.op}"
         operands = [self.names(operand) for operand in node.operands]
         if node.op is Op.NOT:
             return ", ".join(reversed(operands[0]))
@@ -147,7 +141,7 @@ class _IntervalWriter(Writer):
                 return f"{'bool_' if of is Kind.BOOL else ''}equal({text})"
             case Op.COS:
                 return f"float_sin({text})"
-        return f"{_PREFIXES[of]}_{node.op}({text})"
+        return f"{of.name.lower()}_{node.op}({text})"
 
     def _of_load(self, place: int) -> list[str]:
         """Returns the lines of the bounds of a captured tensor's elements.
@@ -165,14 +159,12 @@ class _IntervalWriter(Writer):
         )
         state = f"at_{place}, count_{place}, known_{place}"
         lines, step = [f"{state} = no_index(batch)"], "0"
-        first = self.shapes[node.value]
         for axis, index in enumerate(node.operands):
-            size = f"tl.load(function_ints + {first + axis})"
-            stride = f"tl.load(function_ints + {first + len(node.operands) + axis})"
-            word = "single"
+            first = self.shapes[node.value] + axis
+            size, stride = (f"tl.load(function_ints + {first + own})" for own in (0, len(node.operands)))
             if axis == wide:
-                word, step = "wide", stride
+                step = stride
             arguments = ", ".join((state, *self.names(index), size, stride))
-            lines.append(f"{state} = {word}_index({arguments})")
+            lines.append(f"{state} = {'wide' if axis == wide else 'single'}_index({arguments})")
         arguments = f"{TABLES[node.value]}, {state}, {step}, {'BLOCK' if self.forms[place] else 1}"
-        return [*lines, f"{both} = {_PREFIXES[kind]}_elements({arguments})"]
+        return [*lines, f"{both} = {kind.name.lower()}_elements({arguments})"]

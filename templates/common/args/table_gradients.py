@@ -29,8 +29,7 @@ def table_lines(functions: Derivatives, part: str, *, deterministic: bool) -> st
 def table_numbers(functions: Derivatives, deterministic: bool) -> str:
     """Returns the expression of the host for the number of elements of `dtables`."""
     if not deterministic:
-        trained = (name for name, table in zip(TABLES, functions.tables, strict=False) if table.has_gradient)
-        return " + ".join(f"{name}.numel()" for name in trained) or "0"
+        return " + ".join(f"{TABLES[place]}.numel()" for place in functions.trained) or "0"
     rows = sum(is_of_rows(functions, element) for element in functions.elements)
     return f"batch * heads * ({rows} + {len(functions.elements) - rows} * k.shape[2]) * seqlen_q"
 
@@ -77,16 +76,16 @@ class _Atomics(_Sums):
     def count(self) -> list[str]:
         """Returns the lines that make `table_numbers`."""
         lines = ["table_numbers = tl.full((), 0, tl.int64)"]
-        for place in self._trained():
-            lines += [*self._numbers(place), f"table_numbers += numbers_{place}_0"]
+        for place in self.functions.trained:
+            lines += [*self.numbers(place), f"table_numbers += numbers_{place}_0"]
         return lines
 
     def start(self) -> list[str]:
         """Returns the lines that make the places of gradients and the sums."""
-        lines, base, trained = [], "dtables", self._trained()
+        lines, base, trained = [], "dtables", self.functions.trained
         for place in trained:
             # The number of all elements is the place of the next table.
-            numbers = self._numbers(place)[: None if place != trained[-1] else -1]
+            numbers = self.numbers(place)[: None if place != trained[-1] else -1]
             lines += [*numbers, f"gradient_{place} = {base}"]
             base = f"gradient_{place} + numbers_{place}_0.to(tl.int64)"
         return [*lines, *super().start()]
@@ -108,29 +107,13 @@ class _Atomics(_Sums):
             if is_of_rows(self.functions, element)
         ]
 
-    def _trained(self) -> list[int]:
-        return [place for place, table in enumerate(self.functions.tables) if table.has_gradient]
-
-    def _numbers(self, place: int) -> list[str]:
+    def numbers(self, table: int) -> list[str]:
         """Returns the lines that count the elements of a table from each axis on."""
-        dimensions = self.functions.tables[place].dimensions
-        if not dimensions:
-            return [f"numbers_{place}_0 = tl.full((), 1, tl.int32)"]
-        lines = []
-        for axis in reversed(range(dimensions)):
-            later = f" * numbers_{place}_{axis + 1}" if axis + 1 < dimensions else ""
-            size = f"tl.load(function_ints + {self.shapes[place] + axis})"
-            lines.append(f"numbers_{place}_{axis} = {size}{later}")
-        return lines
+        return super().numbers(table) or [f"numbers_{table}_0 = tl.full((), 1, tl.int32)"]
 
     def _atomic(self, load: int, form: int, value: str, mask: str) -> str:
-        node = self.functions.nodes[load]
-        operands = [self.operand(operand, form) for operand in node.operands]
-        last = len(operands) - 1
-        strides = [
-            f" * numbers_{node.value}_{axis + 1}" if axis < last else "" for axis in range(len(operands))
-        ]
-        at = f"gradient_{node.value}{''.join(self.offsets(load, operands, strides))}"
+        operands = [self.operand(index, form) for index in self.functions.nodes[load].operands]
+        at = self.gradient_place(load, operands)
         return f'tl.atomic_add({at}, {value}{f", mask={mask}" if mask else ""}, sem="relaxed")'
 
 

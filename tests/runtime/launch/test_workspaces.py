@@ -16,11 +16,11 @@ from flashtune.launch import workspaces
 from flashtune.launch.binding import bind
 from flashtune.launch.workspaces import BORDER, MIN_KEPT_BYTES, Workspaces, allocator, kept_memory
 from flashtune.request.call import dense_call
+from flashtune.request.gradients import BackwardInputs
 from flashtune.request.read_call import read_call
 from flashtune.request.request import Request
 from flashtune.runtime import executors
 from flashtune.runtime.backward_executors import Bound, BoundBackward
-from flashtune.runtime.gradients import BackwardInputs
 from tests.runtime.conftest import Devices, Pool
 
 CPU = torch.device("cpu")

@@ -16,9 +16,9 @@ from flashtune.core.notices import FlashtuneWarning
 from flashtune.core.target import find_target
 from flashtune.dispatch.bound_request import BoundRequest
 from flashtune.request.call import dense_call
+from flashtune.request.gradients import BackwardInputs, Gradients
 from flashtune.runtime import prepare
 from flashtune.runtime.autograd import with_side
-from flashtune.runtime.gradients import BackwardInputs, Gradients
 from flashtune.runtime.kernel_loader import KernelLoader
 from flashtune.runtime.session import SESSION
 from flashtune.templates.registry import find_family

@@ -13,8 +13,8 @@ from flashtune.core.features.records import ExtraInputs
 from flashtune.core.kernel import Alignment
 from flashtune.core.problem import Problem
 from flashtune.launch.tensors import BackwardTensors
+from flashtune.request.gradients import BackwardInputs
 from flashtune.runtime import backward_executors
-from flashtune.runtime.gradients import BackwardInputs
 from tests.runtime.training.training_calls import backward_record, close, executor_of, leaves, quiet
 from tests.support.machine import PROBLEM, Machine, expected, tuned
 from tests.support.records import make_record
