@@ -12,7 +12,7 @@ from typing import NamedTuple
 import msgspec
 
 from flashtune.core.config import Config
-from flashtune.core.problem import Causal, Feature, Problem
+from flashtune.core.problem import Bias, Causal, Feature, Problem
 from flashtune.verification import cases as forward
 from flashtune.verification.cases import FEW_HEADS, HEADS, Case, Level, cases_of, served_cases
 from flashtune.verification.probes import Probe
@@ -40,6 +40,8 @@ from flashtune.verification.shapes import (
 # Most pairs of queries and keys, of two KV heads, in the reference of the tuned shape. Beyond, the group size
 # is reduced, because the reference needs all heads of a group at once.
 MAX_MAIN_SCORES = 2**31
+# TMA stores rows of multiples of 16 bytes.
+BIAS_STEP = 8
 
 
 def companions(problem: Problem, config: Config, level: Level, *, reduced: bool) -> tuple[Case, ...]:
@@ -60,12 +62,22 @@ def companions(problem: Problem, config: Config, level: Level, *, reduced: bool)
         shapes += (third_tiles(tile),)
     if problem.deterministic and not quick and not reduced:
         rounds += tuple(turns_of(tile))
+    if problem.bias is Bias.ADDITIVE:
+        shapes += _in_steps(shapes)
+        rounds = _in_steps(rounds)
     if problem.features - {Feature.DETERMINISTIC}:
         problems = _with_features(problem, shapes, tile, rounds, quick=quick, reduced=reduced)
         return tuple(served_cases(problem, problems, tiles.least))
     heads = FEW_HEADS if reduced else HEADS
     block = tiles.least
     return (*cases_of(problem, shapes, block, heads), *cases_of(problem, rounds, block, ROUNDS))
+
+
+def _in_steps(shapes: tuple[Shape, ...]) -> tuple[Shape, ...]:
+    """Returns shapes with numbers of keys that kernels which copy tiles of a bias compute."""
+    stepped = (-(-shape.seqlen_kv // BIAS_STEP) * BIAS_STEP for shape in shapes)
+    pairs = zip(shapes, stepped, strict=True)
+    return tuple(msgspec.structs.replace(shape, seqlen_kv=keys) for shape, keys in pairs)
 
 
 def main_cases(problem: Problem) -> tuple[Case, ...]:
