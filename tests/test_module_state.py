@@ -16,6 +16,7 @@ CACHES = ("cache", "lru_cache")
 # The exceptions, each with its reason.
 STATE = {
     "launch/compilation.py _lock": "guards the import of rendered files and Triton's interpreter",
+    "launch/compilation.py parsing": "guards Python's parser, which all sessions share",
     "launch/tma_descriptors.py _thread": "descriptors of one thread's launches",
     "core/decoders.py _building": "guards the types of msgspec, which all sessions share",
     "request/functions/block_lists.py _lists_of": "weak: lists live as long as the program's masks",
@@ -37,6 +38,7 @@ ADDED_DIRECTLY = {
     "launch/bundles.py self._loaded": "loaded kernels stay loaded",
     "launch/bundles.py self._open": "an entry for each architecture",
     "launch/kernel_cache.py self._binaries": "loaded kernels stay loaded",
+    "launch/kernel_cache.py self._started": "entries are removed when they are waited for",
     "launch/tma_descriptors.py self._together": "cleared at MAX_ADDRESSES",
     "launch/workspaces.py self._addresses": "an entry for each workspace that is kept",
     "request/functions/tracing.py self.lines": "of one trace",
@@ -60,6 +62,7 @@ FUNCTIONS = {
     "request/functions/closures.py _names_of": "a function of its argument, in each call; up to MAX_CODES",
     "request/functions/call.py _numbers": "captured numbers on a device, up to MAX_KEPT",
     "launch/compilation.py interpreting": "Triton reads the variable once",
+    "launch/compilation.py hash_compiler": "Triton's files are hashed once",
 }
 
 

@@ -7,6 +7,7 @@ passes addresses, numbers and those integers to the driver.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -37,8 +38,15 @@ Binary = dict[str, "CompiledKernel"]
 
 
 def compile_binary(kernel: Kernel, target: Target) -> Binary:
-    """Returns all binaries for a launch of a kernel on a target."""
-    return {part.entry: compile_kernel(part, target) for part in kernel.parts}
+    """Returns all binaries for a launch of a kernel on a target.
+
+    Steps are compiled in threads meanwhile: LLVM and ptxas do not hold Python's lock.
+    """
+    main, *steps = kernel.parts
+    with ThreadPoolExecutor(len(steps) or 1) as threads:
+        others = [threads.submit(compile_kernel, step, target) for step in steps]
+        binary = {main.entry: compile_kernel(main, target)}
+        return binary | {step.entry: other.result() for step, other in zip(steps, others, strict=True)}
 
 
 def bind(

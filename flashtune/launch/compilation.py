@@ -14,6 +14,7 @@ import io
 import linecache
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -42,6 +43,8 @@ MAX_SOURCE_BYTES = 4 * 1024 * 1024
 
 # Held while a rendered file is imported, and while the interpreter runs a kernel.
 _lock = ModuleLock()
+# Held while sources are parsed. Python's `ast.parse` may fail if threads enter it at once.
+parsing = ModuleLock()
 
 
 def kernel_folder() -> Path:
@@ -109,6 +112,15 @@ def _write_once(path: Path, source: str) -> None:
         raise MachineError(unwritable(where, error, "set FLASHTUNE_CACHE_DIR")) from error
 
 
+@functools.cache
+def hash_compiler() -> None:
+    """Starts a thread that hashes Triton's files, which its cache needs. It seldom holds Python's lock."""
+    from triton.runtime.cache import triton_key
+
+    # Triton keeps the result.
+    threading.Thread(target=triton_key, name="flashtune-hash").start()
+
+
 def compile_kernel(kernel: Kernel, target: Target) -> CompiledKernel:
     """Returns the binary of a kernel for a target, from Triton's cache if possible. Needs no GPU."""
     import triton
@@ -154,6 +166,16 @@ def _source(function: JITFunction[Any], kernel: Kernel) -> ASTSource:
 
     signature = {argument.name: argument.type for argument in kernel.arguments}
     source: ASTSource = Source(function, signature, {}, _attributes(kernel))
+    make_ir = source.make_ir
+
+    def make_alone(*arguments: Any) -> Any:
+        with parsing:
+            return make_ir(*arguments)
+
+    source.make_ir = make_alone
+    with parsing:
+        # Its first use parses the function, and Triton keeps it.
+        _ = function.cache_key
     return source
 
 

@@ -6,7 +6,9 @@ have written it. So modified code is never used. Each kernel is compiled and loa
 shapes.
 """
 
+import os
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from flashtune.core.kernel import Kernel, Specialization
 from flashtune.core.record import Record
 from flashtune.core.target import Target
 from flashtune.launch.binding import Binary, compile_binary
-from flashtune.launch.compilation import MAX_SOURCE_BYTES, kernel_folder
+from flashtune.launch.compilation import MAX_SOURCE_BYTES, kernel_folder, parsing
 from flashtune.launch.launcher import load
 from flashtune.templates.family import Family, kernel_of_source
 from flashtune.templates.registry import find_family, template_hash
@@ -31,7 +33,8 @@ def kernel_of(record: Record, specialization: Specialization) -> Kernel:
         from flashtune.templates.rendering import render
 
         assert record.config is not None
-        kernel = render(family, record.problem, record.config, specialization)
+        with parsing:
+            kernel = render(family, record.problem, record.config, specialization)
     return kernel
 
 
@@ -66,14 +69,27 @@ class Binaries:
         self._compiled, self._load = compiled, load
         # An error is kept too, so that no new shape repeats the attempt.
         self._binaries: dict[tuple[Kernel, Target, torch.device], Binary | KernelError] = {}
+        # The compilations in threads. A forked process has no such thread.
+        self._started: dict[tuple[Kernel, Target, torch.device], Future[Binary]] = {}
+        os.register_at_fork(after_in_child=self._started.clear)
+
+    def start(self, kernel: Kernel, target: Target, device: torch.device) -> None:
+        """Starts to compile a kernel in a thread, for which `of` waits."""
+        key = kernel, target, device
+        if key not in self._binaries and key not in self._started:
+            thread = ThreadPoolExecutor(1)
+            self._started[key] = thread.submit(self._compiled, kernel, target)
+            # It ends after the compilation.
+            thread.shutdown(wait=False)
 
     def of(self, kernel: Kernel, target: Target, device: torch.device) -> Binary:
         """Returns a kernel's binary, loaded onto a device."""
         key = kernel, target, device
         binary = self._binaries.get(key)
         if binary is None:
+            started = self._started.pop(key, None)
             try:
-                binary = self._compiled(kernel, target)
+                binary = self._compiled(kernel, target) if started is None else started.result()
                 # Load before the self-check. Any compiler that Triton runs for the launch has then finished.
                 for part in binary.values():
                     self._load(part, device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,7 +20,7 @@ from flashtune.dispatch.bound_request import KernelKey
 from flashtune.dispatch.platform import PLATFORM
 from flashtune.launch.binding import Binary, Tensors, bind
 from flashtune.launch.bundles import VARIABLE, Bundles, bundled_kernel
-from flashtune.launch.compilation import is_compiled
+from flashtune.launch.compilation import hash_compiler, is_compiled
 from flashtune.launch.compiler_process import CompilerProcess
 from flashtune.launch.kernel_cache import Binaries, kernel_of
 from flashtune.launch.launch import Launch
@@ -72,8 +73,7 @@ class KernelLoader:
             if loaded is not None:
                 kernel = bundled_kernel(located.entry, record, key.specialization)
                 return LoadedKernel(kernel, target, loaded)
-        require_triton()
-        kernel = self.kernel_of(record, key.specialization, target)
+        kernel = self._to_compile(record, key.specialization, target)
         if selection.proves(kernel.digest):
             return LoadedKernel(kernel, target, self.binaries.of(kernel, target, key.device))
         problem = msgspec.structs.replace(key.problem, causal=record.problem.causal)
@@ -85,6 +85,13 @@ class KernelLoader:
                 f"the {record.family} kernel for {key.problem.key} failed its self-check on {target.name}"
             )
         return LoadedKernel(kernel, target, binary)
+
+    def start(self, selection: Selection, target: Target, key: KernelKey) -> None:
+        """Starts to compile the kernel of a selection, unless a bundle has it. `load` reports errors."""
+        if self.bundles.find(selection.record, key.specialization, target) is None:
+            with contextlib.suppress(KernelError):
+                kernel = self._to_compile(selection.record, key.specialization, target)
+                self.binaries.start(kernel, target, key.device)
 
     def bind(
         self,
@@ -105,6 +112,12 @@ class KernelLoader:
             kernel = kernel_of(record, specialization)
             keep(self.rendered, key, kernel, KERNELS_LIMIT)
         return kernel
+
+    def _to_compile(self, record: Record, specialization: Specialization, target: Target) -> Kernel:
+        require_triton()
+        # The thread runs while the kernel is rendered.
+        hash_compiler()
+        return self.kernel_of(record, specialization, target)
 
     def compile_apart(
         self, compiler: CompilerProcess, record: Record, specialization: Specialization, target: Target

@@ -98,6 +98,14 @@ def backward_pass(bound: BoundRequest, loader: KernelLoader) -> Pass[BackwardExe
     )
 
 
+def start(decision: Decision, pass_: Pass[Any]) -> None:
+    """Starts to compile the kernel of a decision in a thread. `prepared` waits for it."""
+    if decision.backend is Backend.GENERATED:
+        assert decision.selection is not None
+        assert decision.target is not None
+        pass_.loader.start(decision.selection, decision.target, pass_.key)
+
+
 def prepared(decision: Decision, pass_: Pass[Usable]) -> Usable:
     """Returns the executor of a decision's generated kernel or of its fallback, in one pass.
 

@@ -27,7 +27,7 @@ from flashtune.runtime.executors import (
     with_copies,
 )
 from flashtune.runtime.kernel_loader import KernelLoader
-from flashtune.runtime.passes import backward_pass, joined, passes_of, prepared, warn_of_failure
+from flashtune.runtime.passes import backward_pass, joined, passes_of, prepared, start, warn_of_failure
 
 
 def prepare(bound: BoundRequest, loader: KernelLoader) -> Executor:
@@ -57,7 +57,11 @@ def prepare(bound: BoundRequest, loader: KernelLoader) -> Executor:
     if executor is not None:
         return executor
     try:
-        passes = zip(decisions, passes_of(bound, loader), strict=True)
+        passes = [*zip(decisions, passes_of(bound, loader), strict=True)]
+        if len(passes) > 1:
+            # Their kernels are compiled at once.
+            for pair in passes:
+                start(*pair)
         return joined([prepared(*pair) for pair in passes], bound)
     except (KernelError, VerificationError) as failure:
         if request.prefer is Prefer.GENERATED:

@@ -48,6 +48,8 @@ class Machine(Platform, KernelLoader):
         self.kernels: list[Kernel] = []
         self.checked: list[Kernel] = []
         self.steps: list[str] = []
+        # Kernels that threads compile, and the number of steps before.
+        self.started: list[tuple[Kernel, int]] = []
         self.launches = 0
         self.backward_launches = 0
         self.usual: str | None = "sdpa-cudnn"
@@ -153,6 +155,9 @@ class Loaded(Binaries):
     def __init__(self, machine: Machine) -> None:
         super().__init__()
         self.machine = machine
+
+    def start(self, kernel: Kernel, *_: object) -> None:
+        self.machine.started.append((kernel, len(self.machine.steps)))
 
     def of(self, kernel: Kernel, *_: object) -> Any:
         self.machine.steps.append("compile")

@@ -1,5 +1,8 @@
 """Tests of compiling kernels for GPUs of other machines: Gluon's, and those around attention."""
 
+import queue
+import threading
+
 import msgspec
 import pytest
 import torch
@@ -14,7 +17,7 @@ from flashtune.core.record import Resources
 from flashtune.core.target import find_target
 from flashtune.kv_cache.append_kernel import append
 from flashtune.kv_cache.layout import Encoding
-from flashtune.launch.compilation import compile_kernel, interpreting, load_module
+from flashtune.launch.compilation import compile_kernel, hash_compiler, interpreting, load_module, parsing
 from flashtune.launch.tail_kernel import compile_clear
 from flashtune.tuner.binary.resources import occupancy, read_resources
 
@@ -171,3 +174,24 @@ def test_append_kernel_compiles_for_every_gpu(target: GPUTarget, encoding: Encod
 def test_kernel_without_values_loads_only_keys() -> None:
     both, keys = (compiled(SM_90, Encoding.PLAIN, False, width).asm["ptx"] for width in (128, 0))
     assert both.count("ld.global.v4") == 2 * keys.count("ld.global.v4") > 0
+
+
+def test_files_of_the_compiler_are_hashed_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: queue.SimpleQueue[threading.Thread] = queue.SimpleQueue()
+    monkeypatch.setattr(triton.runtime.cache, "triton_key", lambda: threads.put(threading.current_thread()))
+    hash_compiler.__wrapped__()
+    assert threads.get(timeout=60) is not threading.current_thread()
+
+
+def test_sources_are_parsed_in_one_thread_at_a_time() -> None:
+    kernel = Kernel(
+        "test", "plain", SOURCE, (Argument("source", "*fp32"), Argument("sink", "*fp32")),
+        LaunchOptions(num_warps=4, num_stages=1), Specialization(),
+    )  # fmt: skip
+    made = threading.Thread(target=compile_kernel, args=(kernel, H100))
+    with parsing:
+        made.start()
+        made.join(0.5)
+        assert made.is_alive()
+    made.join(60)
+    assert not made.is_alive()

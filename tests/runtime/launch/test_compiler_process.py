@@ -14,12 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from flashtune.core.config import LaunchOptions
 from flashtune.core.errors import KernelError
-from flashtune.core.kernel import Kernel, Specialization
+from flashtune.core.kernel import Kernel, Specialization, Step
 from flashtune.core.record import Record
 from flashtune.core.target import Target, find_target
-from flashtune.launch import compiler_process
-from flashtune.launch.binding import Binary
+from flashtune.launch import binding, compiler_process
+from flashtune.launch.binding import Binary, compile_binary
 from flashtune.launch.compilation import is_compiled
 from flashtune.launch.compiler_process import CompilerProcess
 from flashtune.launch.kernel_cache import Binaries, kernel_of
@@ -163,6 +164,50 @@ def test_every_part_is_loaded_once(kernel: Kernel) -> None:
     for _ in range(2):
         assert binaries.of(kernel, H200, CPU) is made
     assert loaded == [("kernel", CPU), ("epilogue", CPU)]
+
+
+def test_started_compilation_runs_in_a_thread_and_is_not_repeated(kernel: Kernel) -> None:
+    made: Any = {"main": "kernel"}
+    begun, threads = threading.Barrier(2, timeout=60), []
+
+    def compile_binary(kernel: Kernel, target: Target) -> Binary:
+        begun.wait()
+        threads.append(threading.current_thread())
+        return made  # type: ignore[no-any-return]
+
+    binaries = Binaries(compile_binary, lambda *_: None)
+    for _ in range(2):
+        binaries.start(kernel, H200, CPU)
+    begun.wait()
+    assert binaries.of(kernel, H200, CPU) is made
+    binaries.start(kernel, H200, CPU)
+    assert binaries.of(kernel, H200, CPU) is made
+    assert len(threads) == 1
+    assert threads[0] is not threading.current_thread()
+
+
+def test_failure_of_a_started_compilation_is_raised(kernel: Kernel) -> None:
+    def refuse(kernel: Kernel, target: Target) -> Binary:
+        raise KernelError("PTXASError: out of registers")
+
+    binaries = Binaries(refuse)
+    binaries.start(kernel, H200, CPU)
+    with pytest.raises(KernelError, match="out of registers"):
+        binaries.of(kernel, H200, CPU)
+
+
+def test_parts_of_a_kernel_are_compiled_at_once(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Step("combine", (), LaunchOptions(num_warps=4, num_stages=1))
+    both = threading.Barrier(2, timeout=60)
+
+    def compile_kernel(part: Kernel, target: Target) -> str:
+        both.wait()
+        return f"binary of {part.entry}"
+
+    monkeypatch.setattr(binding, "compile_kernel", compile_kernel)
+    parts = (kernel.entry, "combine")
+    binary = compile_binary(msgspec.structs.replace(kernel, epilogue=step), H200)
+    assert [*binary.items()] == [(entry, f"binary of {entry}") for entry in parts]
 
 
 def test_failed_load_is_cached(kernel: Kernel) -> None:

@@ -43,6 +43,7 @@ def test_first_forward_pass_prepares_both_passes(machine: Machine) -> None:
     out = flashtune.attention(q, k, v, causal=True)
     assert [kernel.family.split("_")[0] for kernel in machine.kernels] == ["forward", "backward"]
     assert machine.checked == machine.kernels
+    assert machine.started == [(kernel, 0) for kernel in machine.kernels], "both are compiled at once"
     assert machine.backward_launches == 0
     close(torch.autograd.grad(out.square().sum(), (q, k, v)), right(q, k, v))
     gradients(PROBLEM, q, k, v)
