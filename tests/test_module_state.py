@@ -60,6 +60,7 @@ FUNCTIONS = {
     "core/expressions/derivative.py derivatives": "a function of its argument, up to MAX_KEPT",
     "runtime/visible_lists.py _listing": "loaded kernels stay loaded",
     "request/functions/closures.py _names_of": "a function of its argument, in each call; up to MAX_CODES",
+    "core/layouts.py strides_of": "a function of its arguments, in each call of queries in another order",
     "request/functions/call.py _numbers": "captured numbers on a device, up to MAX_KEPT",
     "launch/compilation.py interpreting": "Triton reads the variable once",
     "launch/compilation.py hash_compiler": "Triton's files are hashed once",

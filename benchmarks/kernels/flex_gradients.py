@@ -4,16 +4,20 @@
     python -m benchmarks.kernels.flex_gradients --functions alibi bias --head-dims 128 --seqlens 4096
 
 Gradients of q, k, v and captured tensors are first compared with torch's uncompiled function in float64, at
-1000 queries and keys. The error may be twice that of torch's compiled function. Then backward passes are
-interleaved in random order, with a cold L2 before each. Times are medians. Shapes have 16k tokens in bf16.
+1000 queries and keys. The error may be twice that of torch's compiled function. The first call of both passes
+is timed there, with its compilation. A kernel that another row or Triton's cache on disk has is not compiled
+again. Then backward passes are interleaved in random order, with a cold L2 before each. Times are medians.
+Shapes have 16k tokens in bf16.
 Block masks have random blocks of 64 or 128, of which a share is visible: those of flashtune, and of torch
 with a function. Needs a GPU.
 """
 
+import functools
 import random
+import time
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -68,6 +72,9 @@ class Row(msgspec.Struct, frozen=True):
     their_error: float  # Likewise of torch's compiled function.
     family: str = ""  # The kernel of flashtune, and the bytes that each thread of it spills.
     spilled: int = 0
+    # The time of the first call of both passes, with their compilation, in seconds; 0 if it was not measured.
+    first_call_s: float = 0.0
+    their_first_call_s: float = 0.0  # Likewise of torch's compiled function.
 
     @property
     def is_right(self) -> bool:
@@ -130,9 +137,8 @@ def measure(name: str, heads: int, kv_heads: int, seqlen: int, head_dim: int, sm
     """Returns the times of both implementations of a case in one run, after their comparison."""
     torch.compiler.reset()
     device = torch.device("cuda", 0)
-    # Its usual tiles are larger than such blocks.
-    theirs = compiled(small, autotuned=name.startswith(f"blocks of {SMALL},"))
-    errors = check(name, heads, kv_heads, head_dim, theirs, device)
+    checked = check(name, heads, kv_heads, head_dim, device, small)
+    theirs = torchs(name, small)
     batch = max(1, TOKENS // seqlen)
     case = cases(batch, heads, seqlen, device)[name]
     tensors = _trained(inputs(batch, heads, kv_heads, seqlen, head_dim, device))
@@ -142,7 +148,14 @@ def measure(name: str, heads: int, kv_heads: int, seqlen: int, head_dim: int, sm
     rounds = ROUNDS if slowest < SLOW_MS else FEW_ROUNDS
     measured = measure_interleaved([runs[place] for place in order], device, rounds=rounds)
     times = dict(zip(order, (measurement.ms for measurement in measured), strict=True))
-    return Row(name, heads, kv_heads, seqlen, head_dim, times[0], times[1], *errors, *kernel(case, tensors))
+    own = kernel(case, tensors)
+    ms = times[0], times[1]
+    return Row(name, heads, kv_heads, seqlen, head_dim, *ms, *checked.errors, *own, *checked.first_s)
+
+
+def torchs(name: str, small: bool) -> Function:
+    """Returns torch's compiled function for a case. Its usual tiles are larger than small blocks of masks."""
+    return compiled(small, autotuned=name.startswith(f"blocks of {SMALL},"))
 
 
 def kernel(case: Functions, tensors: list[Tensor]) -> tuple[str, int]:
@@ -158,26 +171,38 @@ def kernel(case: Functions, tensors: list[Tensor]) -> tuple[str, int]:
     return record.family, read_resources(rendered, find_target(found.target)).spill_bytes
 
 
-def check(
-    name: str, heads: int, kv_heads: int, head_dim: int, theirs: Function, device: torch.device
-) -> tuple[float, float]:
-    """Returns the largest errors of the gradients of both, relative to the largest elements."""
+class Check(NamedTuple):
+    """Figures of flashtune and of torch's compiled function at CHECKED queries and keys."""
+
+    errors: tuple[float, float]  # The largest errors of the gradients, relative to the largest elements.
+    first_s: tuple[float, float]  # The times of the first calls of both passes.
+
+
+@functools.cache
+def check(name: str, heads: int, kv_heads: int, head_dim: int, device: torch.device, small: bool) -> Check:
+    """Returns errors and first times. Later rows with these heads have the figures of the first one."""
     case = cases(2, heads, CHECKED, device)[name]
     tensors = _trained(inputs(2, heads, kv_heads, CHECKED, head_dim, device))
     wide = _trained(tensor.detach().double() for tensor in tensors)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         exact = backward(flex_attention, case, wide)()
-    largest = []
-    for function in (flashtune.flex_attention, theirs):
-        pairs = zip(backward(function, case, tensors)(), exact, strict=True)
+    largest, seconds = [], []
+    # If torch's tiles do not fit, nothing of flashtune was compiled yet.
+    for function in (torchs(name, small), flashtune.flex_attention):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        gradients = backward(function, case, tensors)()
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - started)
+        pairs = zip(gradients, exact, strict=True)
         largest.append(
             # Unlike Python's, torch's maximum is NaN if a number is.
             torch.stack([(own.double() - other).abs().max() / other.abs().max() for own, other in pairs])
             .max()
             .item()
         )
-    return largest[0], largest[1]
+    return Check((largest[1], largest[0]), (seconds[1], seconds[0]))
 
 
 def backward(function: Any, case: Functions, tensors: list[Tensor]) -> Callable[[], tuple[Tensor, ...]]:
@@ -231,7 +256,8 @@ def line(row: Row) -> str:
     verdict = "" if row.is_right else f"; WRONG: error {row.error:.2g} of {row.their_error:.2g}"
     speedup = row.theirs / row.ours
     times = f"{row.ours:.3f} ms of {row.theirs:.3f} ({speedup:.2f}x)"
-    return f"{row.function}, {shape}: {times}; {row.family}, {row.spilled} bytes spilled{verdict}"
+    first = f"first call {row.first_call_s:.1f} s of {row.their_first_call_s:.1f}"
+    return f"{row.function}, {shape}: {times}; {row.family}, {row.spilled} bytes spilled, {first}{verdict}"
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from flashtune.api.explain import Explanation, explain_call
 from flashtune.core.canonical import features_text
+from flashtune.core.layouts import in_memory_order
 from flashtune.request.functions.block_lists import is_flex_mask, unwritten_lists
 from flashtune.request.functions.call import ScoreMod, flex_call
 from flashtune.request.functions.warm_calls import warm_flex_call
@@ -69,9 +70,9 @@ def flex_attention(
         return_lse: Whether to return the log-sum-exp of each row too.
 
     Returns:
-        The output [batch, heads, seqlen_q, value_head_dim] in the type of `query`. Rows without visible keys
-        are zeros. With `return_lse`, also the natural log-sum-exp [batch, heads, seqlen_q] in float32, which
-        is -inf in such rows.
+        The output [batch, heads, seqlen_q, value_head_dim] in the type of `query`. As torch's, it has the
+        order of the query's dimensions in memory. Rows without visible keys are zeros. With `return_lse`,
+        also the natural log-sum-exp [batch, heads, seqlen_q] in float32, which is -inf in such rows.
 
     Raises:
         ProblemError: A function has an operation that kernels do not compute, or the tensors do not match.
@@ -113,4 +114,11 @@ def explain_flex(
 
 
 def _attend(*arguments: Any) -> Result:
-    return attend(warm_flex_call(*arguments))
+    call = warm_flex_call(*arguments)
+    result, order = attend(call), call.options.out_order
+    if not order:
+        return result
+    # SDPA, the unfused computation and operators return tensors of other strides.
+    if isinstance(result, Tensor):
+        return in_memory_order(result, order)
+    return in_memory_order(result[0], order), result[1]

@@ -1,6 +1,7 @@
 """Orders of the dimensions of a call's tensors, and their element types in torch."""
 
 import enum
+import functools
 
 import torch
 from torch import Tensor
@@ -51,6 +52,32 @@ class Layout(enum.StrEnum):
 LAYOUTS = tuple(Layout)
 # Layouts of calls in which all sequences have the same length.
 DENSE_LAYOUTS = (Layout.BHSD, Layout.BSHD)
+
+
+def memory_order(tensor: Tensor) -> str:
+    """Returns the order of the dimensions of a [batch, heads, seqlen, head_dim] tensor in memory.
+
+    The outermost dimension is first. As in torch's `flex_attention`, the last dimension is the innermost. ""
+    is the order of the shape.
+    """
+    strides, dims = tensor.stride(), Layout.BHSD.value
+    order = "".join(sorted(dims[:-1], key=lambda dim: -strides[dims.index(dim)])) + dims[-1]
+    return "" if order == dims else order
+
+
+@functools.lru_cache(1024)
+def strides_of(shape: tuple[int, ...], dims: str, order: str) -> tuple[int, ...]:
+    """Returns the strides of a dense tensor of dimensions `dims`, which are in memory in an order."""
+    return torch.empty_permuted(shape, [*map(dims.index, order)], device="meta").stride()
+
+
+def in_memory_order(tensor: Tensor, order: str) -> Tensor:
+    """Returns a [batch, heads, seqlen, head_dim] tensor with its dimensions in an order in memory."""
+    dims = Layout.BHSD.value
+    if tensor.stride() == strides_of(tensor.shape, dims, order):
+        return tensor
+    copy = tensor.permute([*map(dims.index, order)]).clone(memory_format=torch.contiguous_format)
+    return copy.permute([*map(order.index, dims)])
 
 
 TORCH_DTYPES = {

@@ -56,6 +56,7 @@ class Options(NamedTuple):
     block_size: int = 0  # Queries and keys of a block of the block mask; 0 without one.
     batch_invariant: bool = False  # Whether the bits of a row must not depend on the batch.
     functions: str = ""  # Score and mask functions as text; see `flashtune.core.expressions.text`.
+    out_order: str = ""  # Dimensions of a bhsd output in memory, outermost first; "" for the layout's order.
 
     @property
     def has_mask(self) -> bool:

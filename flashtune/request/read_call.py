@@ -125,6 +125,7 @@ def read_call(call: Call, needs_grad: bool | None = None) -> Request:
         q.dtype is torch.float64,
         needs_grad and problem.bias is Bias.ADDITIVE and not is_trained,
         _trained_tables(problem, side) if needs_grad else (),
+        options.out_order,
     )
 
 

@@ -46,6 +46,7 @@ class Request(msgspec.Struct, frozen=True):
     constant_bias: bool = False  # Whether the backward pass needs no gradient of the additive bias.
     # The captured tensors of functions that require grad, by their places.
     trained_tables: tuple[int, ...] = ()
+    out_order: str = ""  # Dimensions of the output in memory, outermost first. "" for the layout's order.
 
     @property
     def forward(self) -> Request:
@@ -92,7 +93,8 @@ class Request(msgspec.Struct, frozen=True):
     @property
     def out_like(self) -> Tensor:
         """A meta tensor with the shape, strides and type of the output."""
-        return torch.empty(self.out_shape, dtype=self.out_dtype, device="meta")
+        order = [*map(self.layout.index, self.out_order or self.layout)]
+        return torch.empty_permuted(self.out_shape, order, dtype=self.out_dtype, device="meta")
 
     @property
     def lse_dtype(self) -> torch.dtype:

@@ -32,7 +32,8 @@ def call_key(call: Call) -> tuple[object, ...]:
     An invalid call may raise the errors that `flashtune.core.arguments.checked` handles.
     """
     q, k, v, _, options, side, *_ = call
-    if side is NO_EXTRA_INPUTS and not options.has_mask and not options.batch_invariant:
+    has_option = options.has_mask or options.batch_invariant or options.out_order
+    if side is NO_EXTRA_INPUTS and not has_option:
         kind = options.causal, options.layout, options.return_lse, options.prefer
         return tensor_key(q, k, v, kind, options.deterministic)
     extra = [None if tensor is None else _kind(tensor) for tensor in side.optional_tensors]

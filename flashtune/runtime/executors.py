@@ -169,7 +169,7 @@ def interpreted(
     wide = q.float(), k if stored else k.float(), v if stored else v.float()
     if side.bias is not None and side.bias.dtype is not torch.bool:
         side = side._replace(bias=side.bias.float())
-    out = wide[0].new_empty(request.out_shape)
+    out = torch.empty_like(request.out_like, dtype=torch.float32, device=q.device)
     lse = out.new_empty(request.lse_shape) if request.return_lse else None
     problem = msgspec.structs.replace(request.problem, dtype=Dtype.FP32)
     needed = BoundRequest(request, *wide, side).forward_properties

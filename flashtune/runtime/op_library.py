@@ -38,6 +38,7 @@ LATER: dict[str, Any] = {
     "batch_invariant": False,
     "functions": "",
     **dict.fromkeys(("full_counts", "function_ints", "function_floats", *TABLES)),
+    "out_order": "",
 }
 ALL = (*(name for name in OPERANDS if name not in LATER), *LATER)
 DEFAULTS = tuple(LATER.values())

@@ -1,5 +1,6 @@
 """`flex_attention` in the interpreter, against torch's, which computes in float64."""
 
+import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
+from torch.utils.flop_counter import FlopCounterMode
 
 import flashtune
 from flashtune.core.errors import ProblemError
@@ -154,6 +156,23 @@ def test_few_queries_are_decoded(queries: int, name: str) -> None:
     exact, exact_lse = flex.flex_attention(*wide, **arguments, return_lse=True)
     torch.testing.assert_close(out, exact.float(), atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(lse, exact_lse.float(), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_strides_of_outputs_are_those_of_torch() -> None:
+    k, v = (torch.randn(2, 3, 40, width) for width in (16, 24))
+    queries = [torch.randn(2, 20, 3, 48)[..., :16].transpose(1, 2)]
+    for order, length in itertools.product(itertools.permutations(range(3)), (1, 20)):
+        memory = torch.randn([(2, 3, length)[place] for place in order] + [16])
+        queries.append(memory.permute(*map(order.index, range(3)), 3))
+    for q in queries:
+        other: Any = flex.flex_attention(q, k, v, capped)
+        out, _ = flashtune.flex_attention(q, k, v, capped, return_lse=True)
+        unfused = flashtune.flex_attention(q.double(), k.double(), v.double(), capped)
+        with FlopCounterMode(display=False):
+            by_operator = flashtune.flex_attention(q, k, v, capped)
+        assert out.stride() == unfused.stride() == by_operator.stride() == other.stride()
+        torch.testing.assert_close(out, other, atol=1e-5, rtol=1e-4)
 
 
 def test_sequences_that_share_their_keys() -> None:

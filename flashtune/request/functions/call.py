@@ -10,6 +10,7 @@ from torch import Tensor, is_grad_enabled
 from flashtune.core.errors import ProblemError
 from flashtune.core.features.functions import integers_of
 from flashtune.core.features.records import TABLES, ExtraInputs
+from flashtune.core.layouts import memory_order
 from flashtune.request.call import Call, dense_call, paged_call
 from flashtune.request.functions.block_lists import (
     ListBlocks,
@@ -68,7 +69,7 @@ def flex_call(
     # Without a mask function, the lists are the whole mask. They may differ between calls.
     has_band = block_mask is None or functions.mask >= 0
     if features is not None and has_band and shows_band(block_mask, features.band, extents, q.device):
-        return dense_call(q, k, v, scale=scale, return_lse=return_lse, **features.options)
+        return _ordered(dense_call(q, k, v, scale=scale, return_lse=return_lse, **features.options))
     # In blocks that the mask shows in full, hidden scores of the score function still hide keys.
     full_first = functions.mask >= 0 and not traced.hides_scores
     inputs: dict[str, Any] = _captured(traced, q.device)
@@ -89,7 +90,7 @@ def flex_call(
             )
         if functions.mask >= 0:
             inputs["full_counts"] = lists.full_counts
-    call = dense_call(q, k, v, scale=scale, return_lse=return_lse, **options)
+    call = _ordered(dense_call(q, k, v, scale=scale, return_lse=return_lse, **options))
     return _with_functions(call, traced, inputs) if functions else call
 
 
@@ -127,6 +128,12 @@ def paged_flex_call(
             "causal=False"
         )
     return _with_functions(call, traced, _captured(traced, q.device))
+
+
+def _ordered(call: Call) -> Call:
+    """Returns a call with an output whose dimensions have the order of the query's in memory, as torch's."""
+    order = memory_order(call.q)
+    return call._replace(options=call.options._replace(out_order=order)) if order else call
 
 
 def _with_functions(call: Call, traced: Traced, inputs: dict[str, Any]) -> Call:

@@ -89,9 +89,10 @@ def warm_flex_call(
         known = _warm.get(anchor)
         # Features serve fewer calls with gradients.
         kind = q.device, enable_gqa, return_lse, has_gradient, is_grad_enabled()
-        key = q.shape, k.shape, v.shape, *kind
+        # The output has the order of the query's strides.
+        key = q.shape, k.shape, v.shape, q.stride(), *kind
         warm = None if known is None else known.get(key)
-    except (AttributeError, TypeError):
+    except (AttributeError, RuntimeError, TypeError):
         return flex_call(q, k, v, score_mod, block_mask, scale, enable_gqa, return_lse, list_blocks)
     is_usual = type(return_lse) is bool and not any_autocast() and not is_batch_invariant()
     # Keys that a batch shares are expanded.

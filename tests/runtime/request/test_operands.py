@@ -122,7 +122,7 @@ CASES = {
 }
 # `prefer` decides whether SDPA may serve. Every call here asks for kernels.
 OF_FUNCTIONS = {"functions", "full_counts", "function_ints", "function_floats", *TABLES}
-COVERED = {"q", "k", "v", "prefer", *OF_FUNCTIONS}.union(
+COVERED = {"q", "k", "v", "prefer", "out_order", *OF_FUNCTIONS}.union(
     *({*case.values, *case.names} for case in CASES.values())
 )
 
@@ -213,6 +213,21 @@ def test_every_pass_gets_the_operands_of_its_call(
         if operand in ExtraInputs._fields:
             actual = [getattr(launch.side, operand) for launch in launches]
             assert all(part is not None and torch.equal(part, actual[0]) for part in actual), operand
+
+
+@pytest.mark.parametrize("order", ["bhsd", "bshd", "sbhd", "hbsd"])
+def test_kernels_write_outputs_in_the_order_of_the_query(order: str, launched: list[Launched]) -> None:
+    extents = dict(zip("bhsd", (2, HEADS, LENGTH, WIDTH), strict=True))
+    q = torch.randn([extents[dim] for dim in order]).bfloat16().permute([*map(order.index, "bhsd")])
+    k, v = (torch.randn(2, HEADS, LENGTH, WIDTH).bfloat16() for _ in range(2))
+    q.requires_grad_()
+    out = flashtune.flex_attention(q, k, v, lambda s, b, h, q, k: s + q)
+    out.backward(torch.ones_like(out))
+    assert out.stride() == q.stride()
+    written = launched[0].tensors[3]
+    assert written is not None
+    assert written.data_ptr() == out.data_ptr()
+    assert len(launched) == 2
 
 
 @pytest.mark.parametrize("way", ["eager", "operators"])

@@ -5,12 +5,16 @@ import math
 from typing import Any
 
 import pytest
+import torch
 
 from flashtune import testing
+from flashtune.core.expressions.nodes import NO_FUNCTIONS
 from flashtune.core.kernel import Alignment, Specialization
-from flashtune.core.problem import Bias, Causal, Direction, Problem
+from flashtune.core.problem import Bias, BlockLists, Causal, Direction, Problem
 from flashtune.core.target import Target, find_target
+from flashtune.dispatch.lookup import default_selection
 from flashtune.launch.compilation import compile_kernel
+from flashtune.request.functions.tracing import trace
 from flashtune.templates.backward_split.space import SplitConfig
 from flashtune.templates.common.model.sram import backward_chunks
 from flashtune.templates.family import unsupported_reason
@@ -52,6 +56,23 @@ def test_unsupported_problems() -> None:
     assert FAMILY.supports(a_problem(packed=512, bias=Bias.BOOLEAN), H100) is not None
     assert FAMILY.supports(a_problem(head_dim=512, value_head_dim=64), H100) is not None
     assert unsupported_reason(FAMILY, a_problem(deterministic=True), H100, PLAIN) is None
+
+
+@pytest.mark.parametrize("target", [H100, A100])
+@pytest.mark.parametrize("lists", BlockLists)
+def test_deterministic_gradients_of_block_masks_use_no_atomics(lists: BlockLists, target: Target) -> None:
+    table = torch.rand(8)
+    scores = (None, lambda s, b, h, q, k: s * table[h], lambda s, b, h, q, k: s * table[(q - k) % 8])
+    traced = [trace(score, lambda b, h, q, k: q >= k).functions for score in scores]
+    for functions in (NO_FUNCTIONS, *traced):
+        trained = functions.with_gradients(range(len(functions.tables)))
+        problem = a_problem(
+            causal=Causal.NONE, block_mask=128, block_lists=lists, deterministic=True, functions=trained
+        )
+        record = default_selection(problem, target, PLAIN).record
+        assert record.family == FAMILY.name
+        assert record.config is not None
+        assert "atomic_" not in render(FAMILY, problem, record.config, PLAIN).source
 
 
 def test_tiles_of_16_bits_are_at_least_64_wide() -> None:
