@@ -53,7 +53,7 @@ PREFIXES, VISIBLE = torch.tensor([30, 90]), torch.rand(HEADS, KEYS) < 0.6
 TEMPERATURES, NEAREST = torch.tensor([0.5, 1.0, 2.0, 3.0], dtype=torch.bfloat16), torch.tensor(20)
 STARTS, TILES = torch.tensor([0, 56, 12, 64]), torch.randint(7, (5, 3))
 ROWS_Q, ROWS_K = torch.randn(BATCH, QUERIES, 6), torch.randn(HEADS, KEYS, 6)
-ACTIVATE = torch.nn.functional.gelu
+ACTIVATE, BEYOND = torch.nn.functional.gelu, torch.full((BATCH,), 2**29 + 5, dtype=torch.int32)
 CASES = {
     "causal": Case(mask=lambda b, h, q, k: q >= k),
     "causal by score": Case(lambda s, b, h, q, k: torch.where(q >= k, s, -float("inf"))),
@@ -83,6 +83,8 @@ CASES = {
         lambda s, b, h, q, k: torch.sin(s) + torch.cos(s * b) - torch.tan(s / 900) + torch.sqrt(abs(s) + 1)
     ),
     "activation": Case(lambda s, b, h, q, k: torch.log(ACTIVATE(s) + 1)),
+    "distance of floats": Case(mask=lambda b, h, q, k: (q * 0.5 - k).abs() < 2.5),
+    "large numbers": Case(mask=lambda b, h, q, k: q + 2**29 - k >= BEYOND[b]),
     "nothing visible": Case(mask=lambda b, h, q, k: (q < 70) & (k < 100)),
 }
 

@@ -37,7 +37,7 @@ SIZE = 4
 @pytest.fixture(autouse=True)
 def computed_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets kernels of functions compute those that are features too."""
-    monkeypatch.setattr("flashtune.request.functions.call.built_in", lambda *_: None)
+    monkeypatch.setattr("flashtune.request.functions.call.built_in", lambda *_, **__: None)
 
 
 class Blocks(NamedTuple):

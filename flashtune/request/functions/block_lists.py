@@ -106,7 +106,9 @@ def block_lists(mask: Any, seqlen_q: int, seqlen_kv: int, *, full_first: bool) -
     key = seqlen_q, seqlen_kv, full_first, stream, *_versions(tensors)
     known = _lists_of.get(mask)
     if known is None or not known.is_of(key, tensors):
-        known = _Known(key, tensors, _lists(mask, seqlen_q, seqlen_kv, full_first))
+        # Later calls outside of inference mode may save them for a backward pass.
+        with torch.inference_mode(False):
+            known = _Known(key, tensors, _lists(mask, seqlen_q, seqlen_kv, full_first))
         _lists_of[mask] = known
     lists: Lists = known.result
     return lists
@@ -188,7 +190,7 @@ def unwritten_lists(
         extent if op in ops else 1 for op, extent in zip((Op.BATCH, Op.HEAD), extents, strict=False)
     )
     queries, keys = (-(-extent // BLOCK_SIZE) for extent in extents[2:])
-    # Later calls outside of inference mode may use them.
+    # As in `block_lists`.
     with torch.inference_mode(False):
         indices = torch.empty(batch, heads, queries, keys, dtype=torch.int32, device=device)
         counts, full = (torch.empty(indices.shape[:3], dtype=torch.int32, device=device) for _ in range(2))

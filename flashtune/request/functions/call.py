@@ -165,4 +165,6 @@ def _captured(traced: Traced, device: torch.device) -> dict[str, Tensor]:
 @functools.lru_cache(MAX_KEPT)
 def _numbers(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Returns numbers on a device. Equal ones share a tensor, so that repeated calls copy nothing."""
-    return torch.tensor(numbers, dtype=dtype, device=device)
+    # Later calls outside of inference mode may save it for a backward pass.
+    with torch.inference_mode(False):
+        return torch.tensor(numbers, dtype=dtype, device=device)

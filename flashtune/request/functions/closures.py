@@ -109,9 +109,16 @@ def _object(value: object) -> object:
     return value if function is None else function
 
 
-def captured_places(functions: Sequence[types.FunctionType]) -> list[Captured] | None:
-    """Returns the functions that are called, or None if a captured object may change unseen."""
-    places: list[Captured] = []
+class Places(NamedTuple):
+    """The functions that are called, and the tensors that they capture."""
+
+    functions: list[Captured]
+    tensors: list[Tensor]
+
+
+def captured_places(functions: Sequence[types.FunctionType]) -> Places | None:
+    """Returns where functions capture values, or None if a captured object may change unseen."""
+    places = Places([], [])
     visited: set[int] = set()
     try:
         for function in functions:
@@ -121,12 +128,13 @@ def captured_places(functions: Sequence[types.FunctionType]) -> list[Captured] |
     return places
 
 
-def _find_places(value: Any, places: list[Captured], visited: set[int]) -> None:
-    if isinstance(value, (int, float, Tensor)) or _is_stable(value):
-        return
-    if id(value) in visited:
+def _find_places(value: Any, places: Places, visited: set[int]) -> None:
+    if isinstance(value, (int, float)) or _is_stable(value) or id(value) in visited:
         return
     visited.add(id(value))
+    if isinstance(value, Tensor):
+        places.tensors.append(value)
+        return
     if isinstance(value, types.FunctionType) and not value.__kwdefaults__ and not value.__dict__:
         cells = value.__closure__ or ()
         if any(map(_is_empty, cells)):
@@ -134,7 +142,7 @@ def _find_places(value: Any, places: list[Captured], visited: set[int]) -> None:
         inside = [cell.cell_contents for cell in cells]
         names = _names_of(value.__code__) if _is_own(value) else ()
         read = [(name, value.__globals__.get(name, _MISSING)) for name in names]
-        places.append(
+        places.functions.append(
             Captured(
                 weakref.ref(value),
                 value.__code__,

@@ -13,7 +13,7 @@ from torch import Tensor, is_grad_enabled
 
 from flashtune.core.caches import keep
 from flashtune.core.expressions.nodes import Functions, Op
-from flashtune.core.features.records import TABLES, ExtraInputs
+from flashtune.core.features.records import ExtraInputs
 from flashtune.request.autocast import any_autocast
 from flashtune.request.call import Call, Options
 from flashtune.request.functions.block_lists import (
@@ -36,8 +36,6 @@ mask_fields = itemgetter(
     *("mask_mod", "seq_lengths", "BLOCK_SIZE"),
 )
 TENSOR_FIELDS = 4
-# Extra inputs that are captured tensors.
-CAPTURED = ("slopes", *TABLES)
 
 
 class _Warm(NamedTuple):
@@ -50,7 +48,7 @@ class _Warm(NamedTuple):
     # The fields of the block mask, and its tensors with how often each was written to.
     fields: tuple[Any, ...]
     versions: tuple[tuple[Tensor, int], ...]
-    # The captured tensors, and their properties, which assignments to `data` change.
+    # The captured tensors, and their properties, which functions read, and assignments to `data` change.
     captured: tuple[Tensor, ...]
     layouts: list[object]
     # The functions, if calls list blocks themselves.
@@ -161,7 +159,7 @@ def _keep(
     places = captured_places(functions)
     if len(functions) < len(given) or places is None or not is_stable(score_mod, mask_mod):
         return
-    captured = tuple(table for name in CAPTURED if (table := getattr(call.side, name)) is not None)
+    captured = tuple(places.tensors)
     if not all(table.dim() for table in captured):
         # A number in a tensor of another device was copied.
         return
@@ -177,7 +175,7 @@ def _keep(
         call.options,
         call.side,
         None if block_mask is None else weakref.ref(block_mask),
-        places,
+        places.functions,
         fields,
         tuple((tensor, tensor._version) for tensor in fields[:TENSOR_FIELDS] if tensor is not None),
         captured,

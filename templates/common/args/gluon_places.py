@@ -28,6 +28,8 @@ _DIVISIONS = (Op.FLOOR_DIVIDE, Op.REMAINDER)
 ANY_PLACE = Interval(0, 2**30)
 # No two places are so far apart. Larger captured ints make no difference in a comparison of places.
 FARTHEST = 2**29
+# The sizes of real tensors are below this one.
+NEAR = 2**27
 # The exponent of a hyperbolic tangent is its operand times this number.
 TANH = "-2.8853900817779268"
 
@@ -174,8 +176,20 @@ class PlaceWriter(Writer):
         sign = first[0] - other[0]
         terms = [(-sign * own, term) for own, term in first[1]]
         terms += [(sign * own, term) for own, term in other[1]]
-        # Each bounded alone, two unknown ones would have another sum.
-        return (sign, terms) if sum(self.bounds[term] == UNKNOWN for _, term in terms) < 2 else None
+        return (sign, terms) if self._has_one_limit([term for _, term in terms]) else None
+
+    def _has_one_limit(self, terms: list[int]) -> bool:
+        """Returns whether a comparison of places with a sum is the same with unknown terms within FARTHEST.
+
+        Others of its terms may be so large that they and the unknown one have a small sum.
+        """
+        known = [term for term in terms if self.bounds[term] != UNKNOWN]
+        if len(known) == len(terms):
+            return True
+        usual = dict.fromkeys((Op.BATCH, Op.HEAD, Op.QUERY, Op.KEY), Interval(-NEAR, NEAR))
+        reaches = intervals(self.functions, usual)
+        rest = sum(max(map(abs, reaches[term])) for term in known)
+        return len(terms) == len(known) + 1 and rest <= FARTHEST - NEAR
 
     def summands(self, terms: list[tuple[int, int]]) -> Iterator[tuple[int, Row, list[float]]]:
         """Yields the sign and the value of each term, and the ends of their product."""
@@ -211,6 +225,7 @@ class PlaceWriter(Writer):
         node, nodes = self.functions.nodes[place], self.functions.nodes
         if (
             node.op not in (Op.LESS, Op.LESS_EQUAL)
+            or self.functions.kinds[node.operands[0]] is not Kind.INT
             or self.forms[place] < 3
             or self.forms[node.operands[1]] > 1
         ):

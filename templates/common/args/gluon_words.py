@@ -33,10 +33,12 @@ def places_with(least, greatest, start, thread_places, divisor, reciprocal, WIDT
     added = turns * (size - 1)
     first = start - turns
     rest = first - floor_divide(first, size) * size
-    least = gl.maximum(least + added, 0)
-    greatest = gl.minimum(gl.minimum(greatest, 2147483647 - added) + added, size - 1)
+    # Numbers beyond all remainders may be at the ends of int32.
+    last = size - 1 - added
+    least = gl.maximum(gl.minimum(least, last + 1) + added, 0)
+    greatest = gl.maximum(gl.minimum(greatest, last) + added, -1)
     words = gl.zeros_like(least + thread_places)
-    if near > 16:
+    if size > 16:
         periods = (gl.maximum(rest - (size - near), 0) + WIDTH - 1) * factor >> 20
         for period in range(0, periods + 1):
             # Sums that are larger than a block's width may be too large for an int32.
@@ -118,7 +120,7 @@ class WordWriter(BlockWriter):
         node, name = self.functions.nodes[place], f"word_{place}"
         if self.forms[place] < 2 or self.functions.kinds[place] is not Kind.BOOL:
             return ""
-        if node.op in (Op.AND, Op.OR, Op.XOR, Op.NOT):
+        if node.op in (Op.AND, Op.OR, Op.NOT):
             words = [self.word(block, operand) for operand in node.operands]
             text = self.pattern(place).format(*words) if node.op is not Op.NOT else f"{words[0]} ^ -1"
             return block.add(name, text) if all(words) else ""

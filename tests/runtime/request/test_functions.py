@@ -176,6 +176,12 @@ def test_repeated_calls_see_changes() -> None:
     shift[0] = 2.5
     assert float(record(in_list, None).side.function_floats[0]) == 2.5 != float(before.function_floats[0])
     assert record(q=q.clone().requires_grad_()).q.requires_grad
+    size = 1234
+    other.kv_num_blocks.zero_()
+    with torch.inference_mode():
+        record(blocks=other)
+    # A backward pass cannot save tensors of inference mode.
+    assert not any(tensor.is_inference() for tensor in record(blocks=other).side.tensors)
 
 
 def test_tensors_computed_by_functions_are_computed_again() -> None:
@@ -525,6 +531,17 @@ def test_masks_made_in_inference_mode() -> None:
     mask.kv_num_blocks.zero_()
     mask.full_kv_num_blocks.zero_()
     assert not int(record().side.block_counts.sum())
+
+
+def test_sizes_of_captured_tensors_are_read_again() -> None:
+    q, sized = torch.zeros(1, 1, 16, 16), torch.zeros(3)
+
+    def score(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return s * sized.shape[0]
+
+    before = warm_flex_call(q, q, q, score, None, None, False, False, unwritten_lists).options
+    sized.resize_(5)
+    assert warm_flex_call(q, q, q, score, None, None, False, False, unwritten_lists).options != before
 
 
 def test_records_keep_no_dead_masks_and_no_namespaces_alive() -> None:

@@ -53,7 +53,7 @@ IN_FLOAT32 = {"alibi": 3e-5, "rows": 1e-5, "gate": 1e-6, "nested": 1e-6, "no sco
 @pytest.fixture(autouse=True)
 def computed_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets kernels of functions compute those that are features too."""
-    monkeypatch.setattr("flashtune.request.functions.call.built_in", lambda *_: None)
+    monkeypatch.setattr("flashtune.request.functions.call.built_in", lambda *_, **__: None)
 
 
 def error_of(name: str, layout: str, text: str = "", wrong: str = "") -> float:
