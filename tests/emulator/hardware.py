@@ -79,10 +79,10 @@ class Tensor:
         self.values = np.asarray(values)
 
     def __getitem__(self, key: Any) -> Tensor:
-        return Tensor(self.values[key])
+        return type(self)(self.values[key])
 
     def __neg__(self) -> Tensor:
-        return Tensor(-self.values)
+        return type(self)(-self.values)
 
     def to(self, dtype: object, bitcast: bool = False) -> Tensor:
         return self
@@ -100,7 +100,7 @@ class Tensor:
 def _operator(name: str) -> Callable[..., Tensor]:
     def operate(self: Tensor, other: Any) -> Tensor:
         with np.errstate(all="ignore"):
-            return Tensor(getattr(np.asarray(self.values), name)(plain(other)))
+            return type(self)(getattr(np.asarray(self.values), name)(plain(other)))
 
     return operate
 
@@ -124,14 +124,14 @@ for _name in (*COMPARISONS, *BITS, *ARITHMETIC):
     setattr(Tensor, f"__{_name}__", _operator(f"__{_name}__"))
 
 
-def _quotient(one: Any, other: Any) -> Tensor:
+def _quotient(one: Tensor, other: Any) -> Tensor:
     """Returns the quotient of integers without the digits after its point, as in Triton."""
-    floor, rest = np.divmod(plain(one), plain(other))
-    return Tensor(floor + ((rest != 0) & (floor < 0)))
+    floor, rest = np.divmod(one.values, plain(other))
+    return type(one)(floor + ((rest != 0) & (floor < 0)))
 
 
-def _quotient_from(own: Any, other: Any) -> Tensor:
-    return _quotient(other, own)
+def _quotient_from(own: Tensor, other: Any) -> Tensor:
+    return _quotient(type(own)(other), own)
 
 
 for _name, _function in (("__floordiv__", _quotient), ("__rfloordiv__", _quotient_from)):

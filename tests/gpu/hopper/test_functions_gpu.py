@@ -1,5 +1,6 @@
 """GPU tests of score and mask functions in `forward_hopper` and `backward_hopper`."""
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,7 @@ from flashtune.verification.check import check_kernel
 from tests.gpu.marks import ON_HOPPER
 from tests.interpreter.test_flex_attention import CASES
 from tests.problems.hopper import FAMILY
+from tests.problems.random_conditions import mask_case
 from tests.problems.random_functions import random_functions
 from tests.support.fuzzing import fuzz_count
 
@@ -57,6 +59,14 @@ def test_random_functions_pass_the_verification(seed: int) -> None:
     functions, _, _ = random_functions(seed)
     verdict = verdict_of(functions, 64, 0)
     assert verdict.passed, verdict
+
+
+@pytest.mark.parametrize("seed", range(fuzz_count(20, 500)))
+def test_random_masks_pass_the_verification(seed: int) -> None:
+    functions = mask_case(random.Random(seed), 1000, 1300, has_extremes=False).functions
+    for family, block_mask in ((FAMILY, 128), (BACKWARD, 0)):
+        verdict = verdict_of(functions, 128 if seed % 2 else 64, block_mask, family)
+        assert verdict.passed, (family.name, verdict)
 
 
 @pytest.mark.parametrize("dtype", [Dtype.BF16, Dtype.FP16])
@@ -115,12 +125,19 @@ MEAN_ERRORS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", MEAN_ERRORS)
-def test_mean_errors_in_fp16_are_those_of_eager_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def no_fallbacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Raises failures of kernels."""
+
     def fail(failure: Exception, *_: object) -> None:
         raise failure
 
     monkeypatch.setattr(prepare, "warn_of_failure", fail)
+
+
+@pytest.mark.usefixtures("no_fallbacks")
+@pytest.mark.parametrize("name", MEAN_ERRORS)
+def test_mean_errors_in_fp16_are_those_of_eager_attention(name: str) -> None:
     score, shape = MEAN_ERRORS[name](), (1, HEADS, 2048, 64)
     q, k, v, dout = (torch.randn(shape, dtype=torch.float16, device="cuda") for _ in range(4))
     mask = create_block_mask(noop_mask, 1, HEADS, 2048, 2048, device="cuda")
@@ -141,6 +158,26 @@ def test_mean_errors_in_fp16_are_those_of_eager_attention(name: str, monkeypatch
         results(flashtune.flex_attention, torch.float16), eager, exact, strict=True
     ):
         assert (ours - right).abs().mean() <= 1.1 * (theirs - right).abs().mean()
+
+
+@pytest.mark.usefixtures("no_fallbacks")
+@pytest.mark.parametrize("order", ["bshd", "sbhd", "hbsd"])
+def test_outputs_have_the_strides_of_torch(order: str) -> None:
+    extents = dict(zip("bhsd", (2, HEADS, 1000, 64), strict=True))
+    shapes = ([extents[dim] for dim in order], *[[*extents.values()]] * 3)
+    memory, k, v, dout = (torch.randn(shape, dtype=torch.bfloat16, device="cuda") for shape in shapes)
+    q = memory.permute([*map(order.index, "bhsd")])
+    slopes = torch.rand(HEADS, device="cuda")
+
+    def results(function: Any, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        leaves = [tensor.detach().to(dtype).requires_grad_() for tensor in (q, k, v)]
+        out = function(*leaves, lambda s, b, h, q, k: s - slopes[h] * (q - k).abs())
+        return out, *torch.autograd.grad(out, leaves, dout.to(dtype))
+
+    ours, exact = results(flashtune.flex_attention, torch.bfloat16), results(flex_attention, torch.float64)
+    assert ours[0].stride() == exact[0].stride() == q.stride()
+    for result, right in zip(ours, exact, strict=True):
+        torch.testing.assert_close(result.double(), right, atol=2e-2, rtol=2e-2)
 
 
 @pytest.mark.parametrize("queries", [1024, 777])
