@@ -138,7 +138,7 @@ def measure(name: str, heads: int, kv_heads: int, seqlen: int, head_dim: int, sm
     torch.compiler.reset()
     device = torch.device("cuda", 0)
     checked = check(name, heads, kv_heads, head_dim, device, small)
-    theirs = torchs(name, small)
+    theirs = torch_function(name, small)
     batch = max(1, TOKENS // seqlen)
     case = cases(batch, heads, seqlen, device)[name]
     tensors = _trained(inputs(batch, heads, kv_heads, seqlen, head_dim, device))
@@ -153,7 +153,7 @@ def measure(name: str, heads: int, kv_heads: int, seqlen: int, head_dim: int, sm
     return Row(name, heads, kv_heads, seqlen, head_dim, *ms, *checked.errors, *own, *checked.first_s)
 
 
-def torchs(name: str, small: bool) -> Function:
+def torch_function(name: str, small: bool) -> Function:
     """Returns torch's compiled function for a case. Its usual tiles are larger than small blocks of masks."""
     return compiled(small, autotuned=name.startswith(f"blocks of {SMALL},"))
 
@@ -188,8 +188,8 @@ def check(name: str, heads: int, kv_heads: int, head_dim: int, device: torch.dev
         warnings.simplefilter("ignore")
         exact = backward(flex_attention, case, wide)()
     largest, seconds = [], []
-    # If torch's tiles do not fit, nothing of flashtune was compiled yet.
-    for function in (torchs(name, small), flashtune.flex_attention):
+    # Torch is first. If its tiles do not fit, the check starts again, and nothing of flashtune was compiled.
+    for function in (torch_function(name, small), flashtune.flex_attention):
         torch.cuda.synchronize()
         started = time.perf_counter()
         gradients = backward(function, case, tensors)()

@@ -70,9 +70,10 @@ def flex_attention(
         return_lse: Whether to return the log-sum-exp of each row too.
 
     Returns:
-        The output [batch, heads, seqlen_q, value_head_dim] in the type of `query`. As torch's, it has the
-        order of the query's dimensions in memory. Rows without visible keys are zeros. With `return_lse`,
-        also the natural log-sum-exp [batch, heads, seqlen_q] in float32, which is -inf in such rows.
+        The output [batch, heads, seqlen_q, value_head_dim] in the type of `query`. Its dimensions
+        have the memory order of those of `query`, as in torch. Rows without visible keys are zeros. With
+        `return_lse`, also the natural log-sum-exp [batch, heads, seqlen_q] in float32, which is -inf in such
+        rows.
 
     Raises:
         ProblemError: A function has an operation that kernels do not compute, or the tensors do not match.

@@ -55,10 +55,10 @@ DENSE_LAYOUTS = (Layout.BHSD, Layout.BSHD)
 
 
 def memory_order(tensor: Tensor) -> str:
-    """Returns the order of the dimensions of a [batch, heads, seqlen, head_dim] tensor in memory.
+    """Returns the memory order of the dimensions of a [batch, heads, seqlen, head_dim] tensor.
 
-    The outermost dimension is first. As in torch's `flex_attention`, the last dimension is the innermost. ""
-    is the order of the shape.
+    The outermost dimension is first. The last dimension counts as the innermost, as in torch's
+    `flex_attention`. The order of the shape itself is "".
     """
     strides, dims = tensor.stride(), Layout.BHSD.value
     order = "".join(sorted(dims[:-1], key=lambda dim: -strides[dims.index(dim)])) + dims[-1]
@@ -66,18 +66,17 @@ def memory_order(tensor: Tensor) -> str:
 
 
 @functools.lru_cache(1024)
-def strides_of(shape: tuple[int, ...], dims: str, order: str) -> tuple[int, ...]:
-    """Returns the strides of a dense tensor of dimensions `dims`, which are in memory in an order."""
-    return torch.empty_permuted(shape, [*map(dims.index, order)], device="meta").stride()
+def strides_of(shape: tuple[int, ...], order: str) -> tuple[int, ...]:
+    """Returns the strides of a dense [batch, heads, seqlen, head_dim] tensor in a memory order."""
+    return torch.empty_permuted(shape, [*map(Layout.BHSD.index, order)], device="meta").stride()
 
 
 def in_memory_order(tensor: Tensor, order: str) -> Tensor:
-    """Returns a [batch, heads, seqlen, head_dim] tensor with its dimensions in an order in memory."""
-    dims = Layout.BHSD.value
-    if tensor.stride() == strides_of(tensor.shape, dims, order):
+    """Returns a [batch, heads, seqlen, head_dim] tensor in a memory order. It is copied if it has another."""
+    if tensor.stride() == strides_of(tensor.shape, order):
         return tensor
-    copy = tensor.permute([*map(dims.index, order)]).clone(memory_format=torch.contiguous_format)
-    return copy.permute([*map(order.index, dims)])
+    copy = tensor.permute([*map(Layout.BHSD.index, order)]).clone(memory_format=torch.contiguous_format)
+    return copy.permute([*map(order.index, Layout.BHSD)])
 
 
 TORCH_DTYPES = {

@@ -40,7 +40,7 @@ Binary = dict[str, "CompiledKernel"]
 def compile_binary(kernel: Kernel, target: Target) -> Binary:
     """Returns all binaries for a launch of a kernel on a target.
 
-    Steps are compiled in threads meanwhile: LLVM and ptxas do not hold Python's lock.
+    Threads compile the steps at the same time, because LLVM and ptxas do not hold Python's lock.
     """
     main, *steps = kernel.parts
     with ThreadPoolExecutor(len(steps) or 1) as threads:

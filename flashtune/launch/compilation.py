@@ -114,10 +114,10 @@ def _write_once(path: Path, source: str) -> None:
 
 @functools.cache
 def hash_compiler() -> None:
-    """Starts a thread that hashes Triton's files, which its cache needs. It seldom holds Python's lock."""
+    """Starts a thread that hashes Triton's files for the keys of its cache."""
     from triton.runtime.cache import triton_key
 
-    # Triton keeps the result.
+    # Triton keeps the result. Hashing does not hold Python's lock.
     threading.Thread(target=triton_key, name="flashtune-hash").start()
 
 

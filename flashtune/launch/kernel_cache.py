@@ -69,17 +69,17 @@ class Binaries:
         self._compiled, self._load = compiled, load
         # An error is kept too, so that no new shape repeats the attempt.
         self._binaries: dict[tuple[Kernel, Target, torch.device], Binary | KernelError] = {}
-        # The compilations in threads. A forked process has no such thread.
+        # Compilations that threads run. A forked process does not have these threads.
         self._started: dict[tuple[Kernel, Target, torch.device], Future[Binary]] = {}
         os.register_at_fork(after_in_child=self._started.clear)
 
     def start(self, kernel: Kernel, target: Target, device: torch.device) -> None:
-        """Starts to compile a kernel in a thread, for which `of` waits."""
+        """Starts a thread that compiles a kernel. `of` waits for it."""
         key = kernel, target, device
         if key not in self._binaries and key not in self._started:
             thread = ThreadPoolExecutor(1)
             self._started[key] = thread.submit(self._compiled, kernel, target)
-            # It ends after the compilation.
+            # The thread ends after the compilation.
             thread.shutdown(wait=False)
 
     def of(self, kernel: Kernel, target: Target, device: torch.device) -> Binary:

@@ -87,7 +87,10 @@ class KernelLoader:
         return LoadedKernel(kernel, target, binary)
 
     def start(self, selection: Selection, target: Target, key: KernelKey) -> None:
-        """Starts to compile the kernel of a selection, unless a bundle has it. `load` reports errors."""
+        """Starts a thread that compiles the kernel of a selection. Does nothing if a bundle has the kernel.
+
+        `load` raises its errors.
+        """
         if self.bundles.find(selection.record, key.specialization, target) is None:
             with contextlib.suppress(KernelError):
                 kernel = self._to_compile(selection.record, key.specialization, target)

@@ -99,7 +99,7 @@ def backward_pass(bound: BoundRequest, loader: KernelLoader) -> Pass[BackwardExe
 
 
 def start(decision: Decision, pass_: Pass[Any]) -> None:
-    """Starts to compile the kernel of a decision in a thread. `prepared` waits for it."""
+    """Starts a thread that compiles the kernel of a decision. `prepared` waits for it."""
     if decision.backend is Backend.GENERATED:
         assert decision.selection is not None
         assert decision.target is not None

@@ -59,7 +59,7 @@ def prepare(bound: BoundRequest, loader: KernelLoader) -> Executor:
     try:
         passes = [*zip(decisions, passes_of(bound, loader), strict=True)]
         if len(passes) > 1:
-            # Their kernels are compiled at once.
+            # Compile the kernels of both passes at the same time.
             for pair in passes:
                 start(*pair)
         return joined([prepared(*pair) for pair in passes], bound)

@@ -71,10 +71,10 @@ def evaluate(functions: Expressions, values: Values, result: int) -> Tensor:
     An index of a captured tensor that is negative counts from the end, and one out of range reads the nearest
     element.
     """
-    return _results(functions, values, result)[result]
+    return node_values(functions, values, result)[result]
 
 
-def _results(functions: Expressions, values: Values, result: int) -> dict[int, Tensor]:
+def node_values(functions: Expressions, values: Values, result: int) -> dict[int, Tensor]:
     """Returns the values of a node and of those that it depends on, operands first."""
     results: dict[int, Tensor] = {}
     for place in functions.needed(result):
@@ -89,7 +89,7 @@ def error_terms(functions: Expressions, values: Values, result: int) -> Tensor:
     An operation rounds its result, and enlarges the errors of its operands. The score itself has an error of
     its magnitude, so that functions with a derivative above 1 enlarge it.
     """
-    results = _results(functions, values, result)
+    results = node_values(functions, values, result)
     errors = dict.fromkeys(results, torch.zeros((), dtype=values.dtype, device=values.key.device))
     for place, value in results.items():
         if functions.kinds[place] is Kind.FLOAT:

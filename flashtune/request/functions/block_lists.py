@@ -190,7 +190,7 @@ def unwritten_lists(
         extent if op in ops else 1 for op, extent in zip((Op.BATCH, Op.HEAD), extents, strict=False)
     )
     queries, keys = (-(-extent // BLOCK_SIZE) for extent in extents[2:])
-    # As in `block_lists`.
+    # Later calls outside of inference mode may save them for a backward pass.
     with torch.inference_mode(False):
         indices = torch.empty(batch, heads, queries, keys, dtype=torch.int32, device=device)
         counts, full = (torch.empty(indices.shape[:3], dtype=torch.int32, device=device) for _ in range(2))

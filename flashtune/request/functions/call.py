@@ -131,7 +131,7 @@ def paged_flex_call(
 
 
 def _ordered(call: Call) -> Call:
-    """Returns a call with an output whose dimensions have the order of the query's in memory, as torch's."""
+    """Returns a call of which the output has the memory order of the query's dimensions, as in torch."""
     order = memory_order(call.q)
     return call._replace(options=call.options._replace(out_order=order)) if order else call
 

@@ -40,7 +40,7 @@ from flashtune.verification.shapes import (
 # Most pairs of queries and keys, of two KV heads, in the reference of the tuned shape. Beyond, the group size
 # is reduced, because the reference needs all heads of a group at once.
 MAX_MAIN_SCORES = 2**31
-# TMA stores rows of multiples of 16 bytes.
+# Kernels that copy tiles of a bias by TMA need rows of a multiple of 16 bytes: 8 keys in 16 bits each.
 BIAS_STEP = 8
 
 
@@ -63,7 +63,7 @@ def companions(problem: Problem, config: Config, level: Level, *, reduced: bool)
     if problem.deterministic and not quick and not reduced:
         rounds += tuple(turns_of(tile))
     if problem.bias is Bias.ADDITIVE:
-        shapes += _in_steps(shapes)
+        shapes = tuple(dict.fromkeys((*shapes, *_in_steps(shapes))))
         rounds = _in_steps(rounds)
     if problem.features - {Feature.DETERMINISTIC}:
         problems = _with_features(problem, shapes, tile, rounds, quick=quick, reduced=reduced)
@@ -74,7 +74,7 @@ def companions(problem: Problem, config: Config, level: Level, *, reduced: bool)
 
 
 def _in_steps(shapes: tuple[Shape, ...]) -> tuple[Shape, ...]:
-    """Returns shapes with numbers of keys that kernels which copy tiles of a bias compute."""
+    """Returns shapes with their numbers of keys rounded up to BIAS_STEP."""
     stepped = (-(-shape.seqlen_kv // BIAS_STEP) * BIAS_STEP for shape in shapes)
     pairs = zip(shapes, stepped, strict=True)
     return tuple(msgspec.structs.replace(shape, seqlen_kv=keys) for shape, keys in pairs)

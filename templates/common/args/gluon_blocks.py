@@ -54,7 +54,7 @@ class Block:
         return name
 
     def read(self, *rows: Row | None) -> None:
-        """Makes values of a tile or launch inputs. Constants are none."""
+        """Adds values of a tile or launch to the inputs, except constants."""
         names = (row.text for row in rows if row is not None and row.text.isidentifier())
         self.inputs |= dict.fromkeys(name for name in names if name not in ("True", "False"))
 

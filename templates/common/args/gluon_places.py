@@ -28,7 +28,7 @@ _DIVISIONS = (Op.FLOOR_DIVIDE, Op.REMAINDER)
 ANY_PLACE = Interval(0, 2**30)
 # No two places are so far apart. Larger captured ints make no difference in a comparison of places.
 FARTHEST = 2**29
-# The sizes of real tensors are below this one.
+# Sequences have fewer queries and keys than this.
 NEAR = 2**27
 # The exponent of a hyperbolic tangent is its operand times this number.
 TANH = "-2.8853900817779268"
@@ -181,7 +181,7 @@ class PlaceWriter(Writer):
     def _has_one_limit(self, terms: list[int]) -> bool:
         """Returns whether a comparison of places with a sum is the same with unknown terms within FARTHEST.
 
-        Others of its terms may be so large that they and the unknown one have a small sum.
+        This is false for two unknown terms, or for an unknown and a large one: their sum may be small.
         """
         known = [term for term in terms if self.bounds[term] != UNKNOWN]
         if len(known) == len(terms):

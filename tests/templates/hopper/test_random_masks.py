@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from flashtune.core.expressions.derivative import derivatives
-from flashtune.core.expressions.evaluation import Values, _results
+from flashtune.core.expressions.evaluation import Values, node_values
 from flashtune.core.expressions.nodes import INT32, Kind, Op
 from flashtune.core.expressions.text import functions_text
 from flashtune.core.features.functions import integers_of
@@ -156,7 +156,7 @@ class Block:
         query, key = torch.from_numpy(self.queries[:, None] + offset), torch.from_numpy(self.keys)
         ints, tables = torch.tensor(self.case.ints), tuple(self.case.tables)
         values = Values(batch, head, query, key, ints, torch.zeros(0), tables)
-        results = _results(functions, values, functions.mask)
+        results = node_values(functions, values, functions.mask)
         whole = [result for place, result in results.items() if functions.kinds[place] is Kind.INT]
         if any(result.min() < INT32[0] or result.max() > INT32[-1] for result in whole):
             return None
