@@ -82,6 +82,8 @@ CASES = {
     "waves": Case(
         lambda s, b, h, q, k: torch.sin(s) + torch.cos(s * b) - torch.tan(s / 900) + torch.sqrt(abs(s) + 1)
     ),
+    "hidden scores": Case(lambda s, b, h, q, k: torch.where((s <= 0.3) & (q >= k), s, -torch.inf)),
+    "silu": Case(lambda s, b, h, q, k: torch.nn.functional.silu(s)),
     "activation": Case(lambda s, b, h, q, k: torch.log(ACTIVATE(s) + 1)),
     "distance of floats": Case(mask=lambda b, h, q, k: (q * 0.5 - k).abs() < 2.5),
     "large numbers": Case(mask=lambda b, h, q, k: q + 2**29 - k >= BEYOND[b]),

@@ -7,8 +7,12 @@ import torch
 from torch import Tensor
 
 from flashtune import testing
+from flashtune.core.features.records import NO_EXTRA_INPUTS
 from flashtune.core.layouts import TORCH_DTYPES
-from flashtune.core.problem import Causal, Dtype, Problem
+from flashtune.core.problem import Causal, Direction, Dtype, Problem
+from flashtune.request.functions.tracing import trace
+from flashtune.verification.inputs.score_steps import away_from_steps, queries_at_steps
+from flashtune.verification.lengths import equal_lengths
 from flashtune.verification.reference.forward import BORDER, LAST_ROWS, Expected, Sample, expect, sample
 from flashtune.verification.reference.scores import CHUNK_KEYS, CHUNK_SCORES, chunked
 
@@ -133,3 +137,58 @@ def test_small_problem_is_one_chunk() -> None:
     problem = make_problem()
     (chunk,) = chunked(problem, torch.arange(8), 37, "cpu")
     assert chunk.copies == len(chunk.heads) == 8
+
+
+def test_rows_whose_scores_are_minus_infinity_must_be_exact() -> None:
+    functions = trace(lambda s, b, h, q, k: torch.where((s < 9) & (q > 9), s, -torch.inf), None).functions
+    expected, *_ = expect_all(make_problem(functions=functions))
+    assert (expected.out[:, :10] == 0).all()
+    assert (expected.allowed[:, :10] == 0).all()
+    assert expected.lse[:, :10].isneginf().all()
+    assert expected.lse[:, 10:].isfinite().all()
+    assert (expected.allowed[:, 10:] > 0).all()
+
+
+def test_derivatives_of_score_functions_enlarge_tolerances() -> None:
+    functions = trace(lambda s, b, h, q, k: s * 900, None).functions
+    problem = make_problem(dtype=Dtype.FP32, functions=functions)
+    q, k, v, generator = make_tensors(problem)
+    rows = sample(problem, generator)
+    expected = expect(problem, q, k, v, 0.01, rows)
+    # A change of each score by a few roundoffs of its bound, as by the order of the sum of its products.
+    bound = q.norm(dim=-1).amax() * k.norm(dim=-1).amax() * 2.0**-22
+    columns = (
+        torch.nn.functional.pad(q, (0, 1), value=float(bound)),
+        torch.nn.functional.pad(k, (0, 1), value=1.0),
+    )
+    columns[1][..., ::2, -1] = -1.0
+    moved = expect(problem, *columns, v, 0.01, rows)
+    change = (moved.out - expected.out).abs().amax(-1)
+    assert (change <= expected.allowed).all()
+    assert (change > 0.01 * expected.allowed).any()
+
+
+@pytest.mark.parametrize("is_backward", [False, True])
+def test_queries_with_scores_at_steps_are_drawn_again(is_backward: bool) -> None:
+    # The derivative alone has a step.
+    functions = trace(lambda s, b, h, q, k: s.abs(), None).functions
+    direction = Direction.BACKWARD if is_backward else Direction.FORWARD
+    problem = make_problem(functions=functions, seqlen_q=300, seqlen_kv=2000, direction=direction)
+    q, k, v, _ = make_tensors(problem)
+    k[:, :, 7] = 0.0
+    k[:, :, 7, :2] = torch.tensor([1.0, -1.0])
+    q[:, :, 5, 1] = q[:, :, 5, 0]
+    case = 0.3, NO_EXTRA_INPUTS, equal_lengths(problem), torch.arange(problem.batch * problem.heads)
+    near = queries_at_steps(problem, (q, k, v), *case)
+    changed = away_from_steps(problem, (q, k, v), *case, torch.Generator().manual_seed(0))
+    rows = (changed != q).any(-1)
+    if not is_backward:
+        assert near is None
+        assert not rows.any()
+        return
+    assert near is not None
+    assert near[:, :, 5].all()
+    assert torch.equal(rows, near)
+    left = queries_at_steps(problem, (changed, k, v), *case)
+    assert left is not None
+    assert not left.any()

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashtune.core.expressions.nodes import Expressions, Kind, Node, Op, float_of
+from flashtune.core.expressions.nodes import Expressions, Kind, Node, Op, float_of, needed_by
 
 
 def _minimum(first: Tensor, other: Tensor) -> Tensor:
@@ -45,6 +45,10 @@ _SLOPES: Mapping[Op, Callable[[Tensor, Tensor], Tensor]] = {
     Op.SQRT: lambda operand, result: 0.5 / result,
     Op.ERF: lambda operand, result: 2 / math.pi**0.5 * torch.exp(-operand * operand),
 }
+# Operations whose result changes at a step of an operand.
+STEPS = (Op.LESS, Op.LESS_EQUAL, Op.EQUAL, Op.NOT_EQUAL, Op.TO_INT)
+# The largest relative error of a float32 rounding.
+ROUNDOFF = 2.0**-24
 
 
 class Values(NamedTuple):
@@ -74,10 +78,10 @@ def evaluate(functions: Expressions, values: Values, result: int) -> Tensor:
     return node_values(functions, values, result)[result]
 
 
-def node_values(functions: Expressions, values: Values, result: int) -> dict[int, Tensor]:
-    """Returns the values of a node and of those that it depends on, operands first."""
+def node_values(functions: Expressions, values: Values, *wanted: int) -> dict[int, Tensor]:
+    """Returns the values of nodes and of those that they depend on, operands first."""
     results: dict[int, Tensor] = {}
-    for place in functions.needed(result):
+    for place in needed_by(functions.nodes, *wanted):
         node = functions.nodes[place]
         results[place] = _value(functions, node, values, [results[operand] for operand in node.operands])
     return results
@@ -97,6 +101,39 @@ def error_terms(functions: Expressions, values: Values, result: int) -> Tensor:
             operands, own = ([known[operand] for operand in node.operands] for known in (results, errors))
             errors[place] = _error(node, value, operands, own)
     return errors[result]
+
+
+def near_steps(functions: Expressions, values: Values, bound: Tensor, *wanted: int) -> Tensor | None:
+    """Returns whether rounding errors of float32 may change a comparison of the score, or its integer.
+
+    Args:
+        functions: The functions.
+        values: Their values.
+        bound: Bounds of the scores' rounding errors, in roundoffs of 1.
+        wanted: Nodes. Comparisons on which none of them depends do not count.
+
+    Returns:
+        Bools that broadcast with the scores, or None if no wanted node compares the score.
+    """
+    results = node_values(functions, values, *wanted)
+    # Those of nodes that depend on the score.
+    errors: dict[int, Tensor] = {}
+    nothing = torch.zeros((), dtype=values.dtype, device=values.key.device)
+    near: Tensor | None = None
+    for place, value in results.items():
+        node = functions.nodes[place]
+        operands = [results[operand] for operand in node.operands]
+        own = [errors.get(operand, nothing) for operand in node.operands]
+        if node.op is Op.SCORE:
+            errors[place] = bound
+        elif not errors.keys().isdisjoint(node.operands):
+            is_float = functions.kinds[place] is Kind.FLOAT
+            errors[place] = _error(node, value, operands, own) if is_float else nothing
+            if node.op in STEPS and operands[0].is_floating_point():
+                other = operands[0].round() if node.op is Op.TO_INT else operands[1]
+                here = (operands[0] - other).abs() < ROUNDOFF * sum(own)
+                near = here if near is None else near | here
+    return near
 
 
 def _value(functions: Expressions, node: Node, values: Values, operands: list[Any]) -> Tensor:

@@ -27,6 +27,8 @@ _KINDS = {
 MAX_POWER = 8
 # Above this operand, `softplus` returns it, as torch's does.
 SOFTPLUS_LIMIT = 20.0
+# The exponential of this operand is finite in float32.
+EXP_LIMIT = 87.0
 Handler = Callable[..., Any]
 
 
@@ -167,8 +169,9 @@ def _number(op: Op) -> Handler:
 
 
 def _sigmoid(builder: Builder, operand: int) -> int:
-    one = builder.constant(1.0)
-    power = builder.make(Op.EXP, builder.make(Op.NEGATE, builder.to_float(operand)))
+    one, opposite = builder.constant(1.0), builder.make(Op.NEGATE, builder.to_float(operand))
+    # An infinite exponential would make the derivative NaN.
+    power = builder.make(Op.EXP, builder.make(Op.MINIMUM, opposite, builder.constant(EXP_LIMIT)))
     return builder.make(Op.DIVIDE, one, builder.make(Op.ADD, one, power))
 
 

@@ -30,6 +30,7 @@ from flashtune.verification.inputs.guarded_tensors import (
 from flashtune.verification.inputs.memory import Dense, Memory, MemoryFrame, fill, placed
 from flashtune.verification.inputs.placement import aside, capacities, excused, missing, query_places
 from flashtune.verification.inputs.prepared import ROWS_AFTER, CaseCache, float_values, generator_of
+from flashtune.verification.inputs.score_steps import away_from_steps
 from flashtune.verification.lengths import Lengths
 from flashtune.verification.probes import Probe, with_needles
 from flashtune.verification.reference.forward import sample
@@ -64,6 +65,9 @@ def prepare(case: Case, alignment: Alignment, device: torch.device, seed: int, d
     generator, lengths = generator_of(case, device, seed), lengths_of(case)
     inputs = given_values(case, lengths, generator, dlse)
     chosen = Chosen(sample_pairs(problem, generator), sample(problem, generator).rows)
+    compared = inputs.scale, inputs.side, lengths, chosen.pairs.numbers(problem).flatten()
+    q = away_from_steps(problem, inputs[:3], *compared, aside(generator, 3))
+    inputs = inputs._replace(q=q)
     expected = expect_gradients(problem, inputs, chosen)
     gradients = {
         name: gradient._replace(

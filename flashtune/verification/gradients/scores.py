@@ -24,7 +24,14 @@ from flashtune.verification.inputs.placement import missing
 from flashtune.verification.lengths import Lengths
 from flashtune.verification.reference.forward import HIDDEN, softmax
 from flashtune.verification.reference.masks import Rows, factors
-from flashtune.verification.reference.scores import levelled, score_rows, seen_by, sinks_of
+from flashtune.verification.reference.scores import (
+    finite_scores,
+    levelled,
+    score_rows,
+    seen_by,
+    sinks_of,
+    stretched,
+)
 from flashtune.verification.tolerance import FLOAT32_ROUNDOFF, FUNCTION_STEPS, heaviest, norm
 
 
@@ -104,7 +111,8 @@ def weights_of(
     seen = seen_by(problem, inputs.lengths, side, some, device)
     biased = changed_scores(by_head, features, sizes=True)
     sinks = sinks_of(side, some, device)
-    by_head, levels = levelled(problem, biased.scores.add_(seen.hidden.double().mul_(HIDDEN)), sinks)
+    by_head, seen = finite_scores(problem, biased.scores, seen)
+    by_head, levels = levelled(problem, by_head.add_(seen.hidden.double().mul_(HIDDEN)), sinks)
     scores = by_head.view_as(scores)
     lse = softmax(by_head, sinks)[2]
     if sinks is None:
@@ -254,8 +262,9 @@ def _plain(problem: Problem, weights: Weights, lse: Tensor, products: Tensor, de
 def _sizes(inputs: BackwardCase, wide: Float64Rows, weights: Weights, delta: Tensor) -> Sizes:
     kept = 1.0 / (1.0 - (inputs.side.dropout or 0.0))
     product = norm(wide.dout) * norm(wide.v).amax(-1, keepdim=True) * kept
+    bound = inputs.scale * norm(wide.q) * norm(wide.k).amax(-1, keepdim=True)
     return Sizes(
-        score=inputs.scale * norm(wide.q) * norm(wide.k).amax(-1, keepdim=True),
+        score=stretched(bound, weights.slope, weights.exact),
         lse=finite(weights.lse).abs(),
         added=weights.added,
         product=product,

@@ -20,6 +20,7 @@ from flashtune.verification.cases import Case, lengths_of
 from flashtune.verification.inputs.guarded_tensors import Guarded, checksum
 from flashtune.verification.inputs.memory import Dense, Memory, MemoryFrame, placed
 from flashtune.verification.inputs.placement import aside, excused, missing
+from flashtune.verification.inputs.score_steps import away_from_steps
 from flashtune.verification.inputs.side_inputs import make_side, store
 from flashtune.verification.lengths import Lengths
 from flashtune.verification.probes import Values, make_values
@@ -108,9 +109,11 @@ def prepare(case: Case, alignment: Alignment, device: torch.device, seed: int) -
     problem = case.problem
     generator, lengths = generator_of(case, device, seed), lengths_of(case)
     dense = dense_values(case, lengths, generator)
+    chosen = sample(problem, generator)
+    compared = case.scale, dense.side, lengths, chosen.heads, aside(generator, 3)
+    dense = dense._replace(q=away_from_steps(problem, dense[:3], *compared))
     frame = MemoryFrame(alignment, case.layout, case.far, case.faulty is True, ROWS_AFTER)
     memory = placed(problem, dense, lengths, frame, aside(generator))
-    chosen = sample(problem, generator)
     q, k, v, side = dense
     expected = expect(problem, q, k, v, case.scale, chosen, side, lengths)
     absent = missing(problem, lengths, *chosen)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from flashtune.core.features.description import Changed
 from flashtune.core.features.records import NO_EXTRA_INPUTS, ExtraInputs
-from flashtune.core.features.table import changed_scores
+from flashtune.core.features.table import changed_scores, score_derivative
 from flashtune.core.layouts import TORCH_DTYPES
 from flashtune.core.problem import Problem
 from flashtune.verification.lengths import Lengths, equal_lengths
@@ -32,10 +32,12 @@ from flashtune.verification.reference.masks import Rows, factors
 from flashtune.verification.reference.scores import (
     RowMasks,
     chunked,
+    finite_scores,
     levelled,
     score_rows,
     seen_by,
     sinks_of,
+    stretched,
     together,
     widened,
 )
@@ -146,11 +148,14 @@ def expect(
         wide_q, wide_k, wide_v = widened(problem, chunk, chosen.rows, (q, k, v), side)
         seen = seen_by(problem, lengths, side, some, q.device)
         rows = score_rows(problem, lengths, side, some, q.device)
-        laid = changed_scores(_product(wide_q, wide_k.mT).mul_(scale), rows, sizes=True)
+        products = _product(wide_q, wide_k.mT).mul_(scale)
+        slope = score_derivative(products, rows) if problem.functions else None
+        laid = changed_scores(products, rows, sizes=True)
         sinks = sinks_of(side, some, q.device)
         softcap = side.softcap or 0.0
         kept = factors(problem, lengths, side, some, q.device)
-        parts.append(_expect_heads(problem, wide_q, wide_k, wide_v, scale, seen, laid, sinks, softcap, kept))
+        wide = wide_q, wide_k, wide_v
+        parts.append(_expect_heads(problem, *wide, scale, seen, laid, slope, sinks, softcap, kept))
     return Expected(*map(together, zip(*parts, strict=True)))
 
 
@@ -169,17 +174,22 @@ def _expect_heads(
     scale: float,
     seen: RowMasks,
     laid: Changed,
+    slope: Tensor | None,
     sinks: Tensor | None,
     softcap: float,
     kept: Tensor | None,
 ) -> Expected:
     """Returns the reference of one chunk, from float64 tensors.
 
-    q is [heads, rows, head_dim], k and v are [heads or 1, keys, ...] and sinks are [heads, 1]. `kept` are the
-    dropout factors of the probabilities, [heads, rows, keys], or None without dropout.
+    q is [heads, rows, head_dim], k and v are [heads or 1, keys, ...] and sinks are [heads, 1]. `slope` is the
+    derivative of a score function, and `kept` are the dropout factors of the probabilities, [heads, rows,
+    keys], or None without.
     """
-    scores, levels = levelled(problem, laid.scores.add_(seen.hidden.double().mul_(HIDDEN)), sinks)
+    scores, seen = finite_scores(problem, laid.scores, seen)
+    scores, levels = levelled(problem, scores.add_(seen.hidden.double().mul_(HIDDEN)), sinks)
     weights, total, lse = softmax(scores, sinks)
+    bound = scale * norm(wide_q) * norm(wide_k).amax(-1, keepdim=True)
+    bound = stretched(bound, slope, weights)
     # Without a sink, rows without visible keys have equal weights here. `full` is 0 for these rows, else 1.
     full = seen.keys.bool().double() if sinks is None else torch.ones_like(seen.keys)
     # Only terms of keys with weight count. The weights are relative to the row's largest at this point.
@@ -195,7 +205,7 @@ def _expect_heads(
     row_scale = RowScale(
         spread=_product(squares, wide_v * wide_v).amax(-1).sqrt(),
         largest=out.abs().amax(-1),
-        score=scale * norm(wide_q) * norm(wide_k).amax(-1, keepdim=True),
+        score=bound,
         keys=seen.keys.expand(wide_q.shape[:2]),
         lse=lse.abs().mul_(full),
         added=added,

@@ -5,6 +5,7 @@ keys, many query heads share a KV head. Copies for each of these heads would tak
 share one.
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -27,6 +28,7 @@ from flashtune.verification.reference.masks import (
     places,
     unhidden_keys,
 )
+from flashtune.verification.tolerance import heaviest
 
 # Scores of a chunk, in elements. A few float64 copies of them exist at once.
 CHUNK_SCORES = {"cuda": 2**24, "cpu": 2**21}
@@ -135,6 +137,24 @@ def seen_by(
     if len(seen) > 1 and not masks.one_each:
         hidden, keys = hidden[masks.of_head], keys[masks.of_head]
     return RowMasks(hidden.to(device), keys.to(device))
+
+
+def finite_scores(problem: Problem, scores: Tensor, seen: RowMasks) -> tuple[Tensor, RowMasks]:
+    """Returns finite scores, and masks that hide the keys that a score function gives minus infinity."""
+    if problem.functions.score < 0:
+        return scores, seen
+    hidden = seen.hidden | (scores == -torch.inf)
+    return scores.nan_to_num(math.nan, math.inf, 0.0), RowMasks(hidden, counted(~hidden))
+
+
+def stretched(bound: Tensor, slope: Tensor | None, weights: Tensor) -> Tensor:
+    """Returns the bound of a row's scores, times the derivative of its score function if that is above 1.
+
+    Rounding errors of scores are proportional to it. Derivatives of keys without weight are ignored.
+    """
+    if slope is None:
+        return bound
+    return bound * heaviest(slope.abs().nan_to_num(posinf=0.0), weights).clamp(min=1.0)
 
 
 def _visible_counts(problem: Problem, rows: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from flashtune.core.errors import ProblemError
 from flashtune.core.expressions.builder import Builder
 from flashtune.core.expressions.derivative import derivatives
-from flashtune.core.expressions.evaluation import Values, error_terms, evaluate
+from flashtune.core.expressions.evaluation import Values, error_terms, evaluate, near_steps
 from flashtune.core.expressions.intervals import Interval, intervals
 from flashtune.core.expressions.nodes import (
     MAX_DEPTH,
@@ -24,6 +24,7 @@ from flashtune.core.expressions.nodes import (
     TableDtype,
 )
 from flashtune.core.expressions.text import functions_text, parse_functions
+from flashtune.request.functions.tracing import trace
 from tests.problems.random_functions import FLOATS, INTS, PLACES, random_functions, random_tables
 from tests.support.fuzzing import fuzz_count
 
@@ -174,3 +175,36 @@ def test_loads_wrap_and_stay_inside() -> None:
     table: Tensor = torch.tensor([1.0, 2.0, 3.0])
     own = values()._replace(key=key, tables=(table,))
     assert evaluate(functions, own, 1).tolist() == [1.0, 3.0, 1.0, 3.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    "activation", [torch.sigmoid, torch.nn.functional.silu, torch.nn.functional.softplus]
+)
+def test_derivatives_of_large_scores_are_finite(activation: Callable[[Tensor], Tensor]) -> None:
+    derived = derivatives(trace(lambda s, b, h, q, k: activation(s), None).functions)
+    score = torch.tensor([-1e30, -1e4, -100.0, -80.0, 0.5, 100.0, 1e30], requires_grad=True)
+    (exact,) = torch.autograd.grad(activation(score).sum(), score)
+    own = values(torch.float32)._replace(score=score.detach())
+    torch.testing.assert_close(evaluate(derived, own, derived.slope), exact)
+
+
+STEPS: dict[str, tuple[Callable[..., object], float]] = {
+    "comparison": (lambda s, b, h, q, k: torch.where(s * 2 <= 1, s, 0.0), 0.5),
+    "difference from 0": (lambda s, b, h, q, k: s + (s != 0), 0.0),
+    "integer": (lambda s, b, h, q, k: s + (s * 3).int(), 1.0),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_scores_near_steps_are_found(name: str) -> None:
+    function, step = STEPS[name]
+    functions = trace(function, None).functions
+    score = step + torch.tensor([-1e-3, -1e-7, 0.0, 1e-7, 1e-3], dtype=torch.float64)
+    near = near_steps(functions, values()._replace(score=score), torch.tensor(8.0), functions.score)
+    assert near is not None
+    assert near.tolist() == [False, True, True, True, False]
+
+
+def test_comparisons_of_places_are_no_steps_of_scores() -> None:
+    functions = trace(lambda s, b, h, q, k: torch.where(q * 0.1 <= k * 0.1, s, s * 2), None).functions
+    assert near_steps(functions, values(), torch.tensor(8.0), functions.score) is None
