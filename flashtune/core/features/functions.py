@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from flashtune.core.expressions.evaluation import Values
 
 Rows = ScoreRows[FeatureFields, ExtraInputs]
-# Largest typical captured tensor, in elements.
+# The most elements that a typical captured tensor stores, unless its last two dimensions have more.
 MAX_TYPICAL = 2**22
 # Shares of typical bools that are true, and documents of a typical sequence.
 TRUE_SHARE, DOCUMENTS = 0.7, 4
@@ -148,7 +148,10 @@ def usual_captures(call: UsualCall[FeatureFields]) -> dict[str, Any]:
     sizes = _typical_sizes(functions, _places(fields), ints, floats)
     generator = torch.Generator().manual_seed(call.seed)
     tables = [
-        _typical_table(functions, place, shape, max(1, fields.seqlen_kv), generator)
+        # A copy would store all elements.
+        _typical_table(functions, place, _stored(shape), max(1, fields.seqlen_kv), generator)
+        .to(call.device)
+        .expand(shape)
         for place, shape in enumerate(sizes)
     ]
     made: dict[str, Any] = {
@@ -178,10 +181,15 @@ def _places(fields: FeatureFields) -> dict[Op, Interval]:
 def _typical_sizes(
     functions: Functions, places: dict[Op, Interval], ints: Sequence[int], floats: Sequence[float]
 ) -> list[tuple[int, ...]]:
-    """Returns shapes of captured tensors that hold all indices, as far as these are bounded."""
+    """Returns shapes of captured tensors that hold all indices, as far as these are bounded.
+
+    Kernels do not check indices that are places. Dimensions of other indices may have fewer elements.
+    """
     bounds = intervals(functions, places, ints, floats)
     shapes = [[1] * table.dimensions for table in functions.tables]
     unbounded = int(places[Op.KEY].greatest) + 1
+    # For each tensor, the dimensions of which no index is a place.
+    checked = [set(range(table.dimensions)) for table in functions.tables]
     for node in functions.nodes:
         if node.op is Op.LOAD:
             shape = shapes[node.value]
@@ -190,11 +198,22 @@ def _typical_sizes(
                 is_bounded = math.isfinite(least) and math.isfinite(greatest)
                 needed = max(int(greatest) + 1, -int(least)) if is_bounded else unbounded
                 shape[axis] = max(shape[axis], needed)
-    for shape in shapes:
-        while math.prod(shape) > MAX_TYPICAL:
-            widest = shape.index(max(shape))
+                if functions.nodes[operand].op in places:
+                    checked[node.value].discard(axis)
+    for shape, axes in zip(shapes, checked, strict=True):
+        while math.prod(shape) > MAX_TYPICAL and any(shape[axis] > 1 for axis in axes):
+            widest = max(axes, key=shape.__getitem__)
             shape[widest] = -(-shape[widest] // 2)
     return [tuple(shape) for shape in shapes]
+
+
+def _stored(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the shape that a captured tensor stores: first dimensions of large ones have one element."""
+    stored = list(shape)
+    for axis in range(len(shape) - 2):
+        if math.prod(stored) > MAX_TYPICAL:
+            stored[axis] = 1
+    return tuple(stored)
 
 
 def _typical_table(

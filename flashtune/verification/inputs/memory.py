@@ -193,10 +193,11 @@ def _place_extra_inputs(
     if side.seed is not None:
         copies["seed"] = placing.keep(guarded_flat((1,), device, Role.INPUT, torch.int64), side.seed)
     for name in (*TABLES, "full_counts", "function_ints"):
-        if (own_type := getattr(side, name)) is not None:
-            copies[name] = placing.keep(
-                guarded_flat(own_type.shape, device, Role.INPUT, own_type.dtype), own_type
-            )
+        if (values := getattr(side, name)) is not None:
+            # Broadcast dimensions stay broadcast.
+            stored = values[tuple(slice(1 if stride == 0 else None) for stride in values.stride())]
+            guard = guarded_flat(stored.shape, device, Role.INPUT, values.dtype)
+            copies[name] = placing.keep(guard, stored).expand(values.shape)
     for name, tensor in zip(TENSORS, side.optional_tensors, strict=True):
         if name not in copies and tensor is not None:
             copies[name] = placing.floats(tensor)
