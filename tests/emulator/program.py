@@ -198,6 +198,8 @@ class Program:
             abs=of_one(np.abs),
             log2=of_one(np.log2),
             fma=lambda left, right, added: left * right + added,
+            div_rn=lambda left, right: left / right,
+            sqrt_rn=of_one(np.sqrt),
             load=self.load,
             store=lambda pointer, value, mask=EVERYWHERE: pointer.write(value, mask),
             atomic_add=self.atomic_add,

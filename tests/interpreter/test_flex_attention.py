@@ -86,6 +86,9 @@ CASES = {
     "silu": Case(lambda s, b, h, q, k: torch.nn.functional.silu(s)),
     "activation": Case(lambda s, b, h, q, k: torch.log(ACTIVATE(s) + 1)),
     "distance of floats": Case(mask=lambda b, h, q, k: (q * 0.5 - k).abs() < 2.5),
+    "equal floats": Case(
+        mask=lambda b, h, q, k: (q * 0.1 == k * 0.1) | (q / 7 < k / 7) & ((q * q + k * k).sqrt() / 50 >= 0.5)
+    ),
     "large numbers": Case(mask=lambda b, h, q, k: q + 2**29 - k >= BEYOND[b]),
     "nothing visible": Case(mask=lambda b, h, q, k: (q < 70) & (k < 100)),
 }

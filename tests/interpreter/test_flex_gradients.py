@@ -314,7 +314,7 @@ MISTAKES = (
     ("relative bias", "mask=change != 0.0", "mask=change > 0.0"),
     ("softcap and window", "function_mask |= is_full", "function_mask |= True"),
     ("softcap and window", "ds * steepness", "ds * (steepness * 1.001)"),
-    ("gate", "steepness = pair_20", "steepness = 1.0"),
+    ("gate", "steepness = pair_22", "steepness = 1.0"),
     ("gate", "element_0, mask=query_exists", "element_0, mask=queries < seqlen_q - 1"),
     ("temperature", "tl.sum(element_0)", "tl.max(element_0)"),
 )

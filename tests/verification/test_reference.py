@@ -11,7 +11,7 @@ from flashtune.core.features.records import NO_EXTRA_INPUTS
 from flashtune.core.layouts import TORCH_DTYPES
 from flashtune.core.problem import Causal, Direction, Dtype, Problem
 from flashtune.request.functions.tracing import trace
-from flashtune.verification.inputs.score_steps import away_from_steps, queries_at_steps
+from flashtune.verification.inputs.score_steps import away_from_steps, queries_near_steps
 from flashtune.verification.lengths import equal_lengths
 from flashtune.verification.reference.forward import BORDER, LAST_ROWS, Expected, Sample, expect, sample
 from flashtune.verification.reference.scores import CHUNK_KEYS, CHUNK_SCORES, chunked
@@ -140,7 +140,7 @@ def test_small_problem_is_one_chunk() -> None:
 
 
 def test_rows_whose_scores_are_minus_infinity_must_be_exact() -> None:
-    functions = trace(lambda s, b, h, q, k: torch.where((s < 9) & (q > 9), s, -torch.inf), None).functions
+    functions = trace(lambda s, b, h, q, k: 2 * torch.where((s < 9) & (q > 9), s, -torch.inf), None).functions
     expected, *_ = expect_all(make_problem(functions=functions))
     assert (expected.out[:, :10] == 0).all()
     assert (expected.allowed[:, :10] == 0).all()
@@ -169,7 +169,7 @@ def test_derivatives_of_score_functions_enlarge_tolerances() -> None:
 
 
 @pytest.mark.parametrize("is_backward", [False, True])
-def test_queries_with_scores_at_steps_are_drawn_again(is_backward: bool) -> None:
+def test_queries_with_scores_near_steps_are_changed(is_backward: bool) -> None:
     # The derivative alone has a step.
     functions = trace(lambda s, b, h, q, k: s.abs(), None).functions
     direction = Direction.BACKWARD if is_backward else Direction.FORWARD
@@ -178,8 +178,9 @@ def test_queries_with_scores_at_steps_are_drawn_again(is_backward: bool) -> None
     k[:, :, 7] = 0.0
     k[:, :, 7, :2] = torch.tensor([1.0, -1.0])
     q[:, :, 5, 1] = q[:, :, 5, 0]
-    case = 0.3, NO_EXTRA_INPUTS, equal_lengths(problem), torch.arange(problem.batch * problem.heads)
-    near = queries_at_steps(problem, (q, k, v), *case)
+    everything = Sample(torch.arange(problem.batch * problem.heads), torch.arange(problem.seqlen_q))
+    case = 0.3, NO_EXTRA_INPUTS, equal_lengths(problem), everything
+    near = queries_near_steps(problem, (q, k, v), *case)
     changed = away_from_steps(problem, (q, k, v), *case, torch.Generator().manual_seed(0))
     rows = (changed != q).any(-1)
     if not is_backward:
@@ -189,6 +190,6 @@ def test_queries_with_scores_at_steps_are_drawn_again(is_backward: bool) -> None
     assert near is not None
     assert near[:, :, 5].all()
     assert torch.equal(rows, near)
-    left = queries_at_steps(problem, (changed, k, v), *case)
+    left = queries_near_steps(problem, (changed, k, v), *case)
     assert left is not None
     assert not left.any()

@@ -9,7 +9,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashtune.core.expressions.nodes import Expressions, Kind, Node, Op, float_of, needed_by
+from flashtune.core.expressions.nodes import (
+    Expressions,
+    Kind,
+    Node,
+    Op,
+    float_of,
+    needed_by,
+)
 
 
 def _minimum(first: Tensor, other: Tensor) -> Tensor:
@@ -45,8 +52,6 @@ _SLOPES: Mapping[Op, Callable[[Tensor, Tensor], Tensor]] = {
     Op.SQRT: lambda operand, result: 0.5 / result,
     Op.ERF: lambda operand, result: 2 / math.pi**0.5 * torch.exp(-operand * operand),
 }
-# Operations whose result changes at a step of an operand.
-STEPS = (Op.LESS, Op.LESS_EQUAL, Op.EQUAL, Op.NOT_EQUAL, Op.TO_INT)
 # The largest relative error of a float32 rounding.
 ROUNDOFF = 2.0**-24
 
@@ -61,12 +66,13 @@ class Values(NamedTuple):
     ints: Tensor  # The captured ints, [n].
     floats: Tensor  # The captured floats, [n].
     tables: tuple[Tensor, ...]  # The captured tensors.
-    score: Tensor | None = None  # The scores, of a floating type in which all floats are computed.
+    score: Tensor | None = None  # The scores. Floats are computed in their type.
+    of_places: torch.dtype = torch.float64  # The type of floats without scores.
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of floats: that of the scores, or float64."""
-        return torch.float64 if self.score is None else self.score.dtype
+        """The type of floats: that of the scores, or `of_places`."""
+        return self.of_places if self.score is None else self.score.dtype
 
 
 def evaluate(functions: Expressions, values: Values, result: int) -> Tensor:
@@ -79,11 +85,20 @@ def evaluate(functions: Expressions, values: Values, result: int) -> Tensor:
 
 
 def node_values(functions: Expressions, values: Values, *wanted: int) -> dict[int, Tensor]:
-    """Returns the values of nodes and of those that they depend on, operands first."""
+    """Returns the values of nodes and of those that they depend on, operands first.
+
+    Floats of `functions.compared` are compared in float32, which is torch's type for floats from places.
+    """
+    needed = needed_by(functions.nodes, -1, *wanted)
+    compared: dict[int, Tensor] = {}
+    exact = functions.compared.intersection(needed)
+    if exact and values.dtype is torch.float64:
+        compared = node_values(functions, values._replace(score=None, of_places=torch.float32), *exact)
     results: dict[int, Tensor] = {}
-    for place in needed_by(functions.nodes, *wanted):
+    for place in needed:
         node = functions.nodes[place]
-        results[place] = _value(functions, node, values, [results[operand] for operand in node.operands])
+        known = compared if compared and place in functions.steps[1] else results
+        results[place] = _value(functions, node, values, [known[operand] for operand in node.operands])
     return results
 
 
@@ -93,47 +108,45 @@ def error_terms(functions: Expressions, values: Values, result: int) -> Tensor:
     An operation rounds its result, and enlarges the errors of its operands. The score itself has an error of
     its magnitude, so that functions with a derivative above 1 enlarge it.
     """
-    results = node_values(functions, values, result)
+    assert values.score is not None
+    return _errors(functions, values, node_values(functions, values, result), values.score.abs())[result]
+
+
+def near_steps(functions: Expressions, values: Values, bound: Tensor) -> Tensor | None:
+    """Returns whether rounding errors may change a comparison that depends on the score, or an int from it.
+
+    Args:
+        functions: The functions.
+        values: Their values.
+        bound: Bounds of the scores' errors in float32, in roundoffs of 1.
+
+    Returns:
+        Bools that broadcast with the scores, or None if there are no such operations.
+    """
+    near: Tensor | None = None
+    results = node_values(functions, values, *functions.steps[0])
+    errors = _errors(functions, values, results, bound)
+    for place in functions.steps[0]:
+        node = functions.nodes[place]
+        first, *others = (results[operand] for operand in node.operands)
+        limit = others[0] if others else first.round()
+        error = sum(errors[operand] for operand in node.operands)
+        here = (first - limit).abs() < ROUNDOFF * error
+        near = here if near is None else near | here
+    return near
+
+
+def _errors(
+    functions: Expressions, values: Values, results: dict[int, Tensor], of_score: Tensor
+) -> dict[int, Tensor]:
+    """Returns bounds of the rounding errors of nodes with these results, in roundoffs of 1."""
     errors = dict.fromkeys(results, torch.zeros((), dtype=values.dtype, device=values.key.device))
     for place, value in results.items():
         if functions.kinds[place] is Kind.FLOAT:
             node = functions.nodes[place]
             operands, own = ([known[operand] for operand in node.operands] for known in (results, errors))
-            errors[place] = _error(node, value, operands, own)
-    return errors[result]
-
-
-def near_steps(functions: Expressions, values: Values, bound: Tensor, *wanted: int) -> Tensor | None:
-    """Returns whether rounding errors of float32 may change a comparison of the score, or its integer.
-
-    Args:
-        functions: The functions.
-        values: Their values.
-        bound: Bounds of the scores' rounding errors, in roundoffs of 1.
-        wanted: Nodes. Comparisons on which none of them depends do not count.
-
-    Returns:
-        Bools that broadcast with the scores, or None if no wanted node compares the score.
-    """
-    results = node_values(functions, values, *wanted)
-    # Those of nodes that depend on the score.
-    errors: dict[int, Tensor] = {}
-    nothing = torch.zeros((), dtype=values.dtype, device=values.key.device)
-    near: Tensor | None = None
-    for place, value in results.items():
-        node = functions.nodes[place]
-        operands = [results[operand] for operand in node.operands]
-        own = [errors.get(operand, nothing) for operand in node.operands]
-        if node.op is Op.SCORE:
-            errors[place] = bound
-        elif not errors.keys().isdisjoint(node.operands):
-            is_float = functions.kinds[place] is Kind.FLOAT
-            errors[place] = _error(node, value, operands, own) if is_float else nothing
-            if node.op in STEPS and operands[0].is_floating_point():
-                other = operands[0].round() if node.op is Op.TO_INT else operands[1]
-                here = (operands[0] - other).abs() < ROUNDOFF * sum(own)
-                near = here if near is None else near | here
-    return near
+            errors[place] = of_score if node.op is Op.SCORE else _error(node, value, operands, own)
+    return errors
 
 
 def _value(functions: Expressions, node: Node, values: Values, operands: list[Any]) -> Tensor:
@@ -157,8 +170,10 @@ def _value(functions: Expressions, node: Node, values: Values, operands: list[An
         case Op.LOAD:
             kind = functions.tables[node.value].dtype.kind
             dtype = {Kind.BOOL: torch.bool, Kind.INT: torch.int64, Kind.FLOAT: values.dtype}[kind]
-            # Converted first, so that autograd sums gradients in the type of the scores.
-            return _loaded(values.tables[node.value].to(dtype), operands)
+            table = values.tables[node.value]
+            # Converted first if autograd sums gradients, so that it does so in the type of the scores.
+            table = table.to(dtype) if table.requires_grad else table
+            return _loaded(table, operands).to(dtype)
         case Op.TO_FLOAT:
             return operands[0].to(values.dtype)  # type: ignore[no-any-return]
         case Op.TO_INT:
@@ -184,8 +199,6 @@ def _error(node: Node, result: Tensor, operands: list[Tensor], errors: list[Tens
     if node.op in _SLOPES:
         return _carried(_SLOPES[node.op](operands[0], result), errors[0]) + 2 * size + 1
     match node.op:
-        case Op.SCORE:
-            return size
         case Op.TO_FLOAT | Op.ADD | Op.SUBTRACT:
             return sum(errors, size)
         case Op.MULTIPLY:

@@ -88,6 +88,10 @@ class Op(enum.StrEnum):
     WHERE = "where"
 
 
+# Operations whose result jumps where an operand crosses a number.
+STEPS = (Op.LESS, Op.LESS_EQUAL, Op.EQUAL, Op.NOT_EQUAL, Op.TO_INT)
+
+
 class TableDtype(enum.StrEnum):
     """Element types of captured tensors."""
 
@@ -202,6 +206,27 @@ class Expressions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     def needed(self, place: int) -> list[int]:
         """Returns the places of a node and of all nodes that it depends on, in ascending order."""
         return needed_by(self.nodes, place)
+
+    @functools.cached_property
+    def steps(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Comparisons of floats and conversions to ints: those that depend on the score, and the others."""
+        of_score: set[int] = set()
+        found: tuple[list[int], list[int]] = [], []
+        for place, node in enumerate(self.nodes):
+            if node.op is Op.SCORE or not of_score.isdisjoint(node.operands):
+                of_score.add(place)
+            if node.op in STEPS and self.kinds[node.operands[0]] is Kind.FLOAT:
+                found[place not in of_score].append(place)
+        return tuple(found[0]), tuple(found[1])
+
+    @functools.cached_property
+    def compared(self) -> frozenset[int]:
+        """The floats that determine `steps` without the score.
+
+        Equal operands must give equal floats, so that kernels compute each operation alone and round it once.
+        """
+        needed = needed_by(self.nodes, -1, *self.steps[1])
+        return frozenset(place for place in needed if self.kinds[place] is Kind.FLOAT)
 
     @property
     def trained(self) -> list[int]:

@@ -33,7 +33,7 @@ from flashtune.verification.inputs.prepared import ROWS_AFTER, CaseCache, float_
 from flashtune.verification.inputs.score_steps import away_from_steps
 from flashtune.verification.lengths import Lengths
 from flashtune.verification.probes import Probe, with_needles
-from flashtune.verification.reference.forward import sample
+from flashtune.verification.reference.forward import Sample, sample
 
 # Heads that are not compared get a log-sum-exp of about the right size, so that probabilities are finite.
 ABOUT_ONE = 1.0
@@ -65,8 +65,11 @@ def prepare(case: Case, alignment: Alignment, device: torch.device, seed: int, d
     generator, lengths = generator_of(case, device, seed), lengths_of(case)
     inputs = given_values(case, lengths, generator, dlse)
     chosen = Chosen(sample_pairs(problem, generator), sample(problem, generator).rows)
-    compared = inputs.scale, inputs.side, lengths, chosen.pairs.numbers(problem).flatten()
-    q = away_from_steps(problem, inputs[:3], *compared, aside(generator, 3))
+    # Gradients of keys are sums over all rows.
+    compared = Sample(chosen.pairs.numbers(problem).flatten(), torch.arange(problem.seqlen_q))
+    q = away_from_steps(
+        problem, inputs[:3], inputs.scale, inputs.side, lengths, compared, aside(generator, 3)
+    )
     inputs = inputs._replace(q=q)
     expected = expect_gradients(problem, inputs, chosen)
     gradients = {

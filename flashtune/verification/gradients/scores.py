@@ -111,8 +111,8 @@ def weights_of(
     seen = seen_by(problem, inputs.lengths, side, some, device)
     biased = changed_scores(by_head, features, sizes=True)
     sinks = sinks_of(side, some, device)
-    by_head, seen = finite_scores(problem, biased.scores, seen)
-    by_head, levels = levelled(problem, by_head.add_(seen.hidden.double().mul_(HIDDEN)), sinks)
+    biased, seen = finite_scores(problem, biased, seen)
+    by_head, levels = levelled(problem, biased.scores.add_(seen.hidden.double().mul_(HIDDEN)), sinks)
     scores = by_head.view_as(scores)
     lse = softmax(by_head, sinks)[2]
     if sinks is None:

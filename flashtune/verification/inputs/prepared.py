@@ -110,8 +110,8 @@ def prepare(case: Case, alignment: Alignment, device: torch.device, seed: int) -
     generator, lengths = generator_of(case, device, seed), lengths_of(case)
     dense = dense_values(case, lengths, generator)
     chosen = sample(problem, generator)
-    compared = case.scale, dense.side, lengths, chosen.heads, aside(generator, 3)
-    dense = dense._replace(q=away_from_steps(problem, dense[:3], *compared))
+    compared = case.scale, dense.side, lengths, chosen, aside(generator, 3)
+    dense = dense._replace(q=away_from_steps(problem, (dense.q, dense.k, dense.v), *compared))
     frame = MemoryFrame(alignment, case.layout, case.far, case.faulty is True, ROWS_AFTER)
     memory = placed(problem, dense, lengths, frame, aside(generator))
     q, k, v, side = dense

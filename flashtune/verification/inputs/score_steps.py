@@ -1,8 +1,8 @@
-"""Queries whose scores are not at a step of a score function.
+"""Queries whose scores are not near a step of a score function.
 
-A comparison of the score has another result if rounding errors move the score across the compared number. A
-correct kernel then computes another branch than the float64 reference. Queries with such a score are drawn
-again.
+A step is a number at which a comparison of the score, or an int from it, changes. If rounding errors move a
+score across it, a correct kernel computes another branch than the float64 reference. Queries with such a
+score are changed a little.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from flashtune.core.features.functions import values_of
 from flashtune.core.features.records import ExtraInputs
 from flashtune.core.problem import Problem
 from flashtune.verification.lengths import Lengths
+from flashtune.verification.reference.forward import Sample
 from flashtune.verification.reference.masks import Rows
-from flashtune.verification.reference.scores import chunked, score_rows, widened
+from flashtune.verification.reference.scores import CHUNK_SCORES, chunked, score_rows, widened
 from flashtune.verification.tolerance import norm, product_steps
 
-# A query with a thousand keys has a score at a step in one of a hundred draws.
-DRAWS = 8
-# The relative change of a query's elements in a draw, so that queries keep about their scores.
+# Of queries with a thousand keys, about one in a hundred has a score near a step after a change.
+CHANGES = 8
+# The relative size of a change of a query's elements, so that queries keep about their scores.
 CHANGE = 2.0**-4
 
 
@@ -32,17 +33,23 @@ def away_from_steps(
     scale: float,
     side: ExtraInputs,
     lengths: Lengths,
-    heads: Tensor,
+    chosen: Sample,
     generator: torch.Generator,
 ) -> Tensor:
-    """Returns the queries, of which those with a score at a step are multiplied by random numbers near 1.
+    """Returns the queries, of which those with a score near a step are multiplied by numbers near 1.
 
-    Tensors are q, k and v, [batch, heads, tokens, width]. `heads` are those that will be compared, ascending
-    numbers as in `Sample`. The generator is on the CPU.
+    Args:
+        problem: Shape, dtype and functions.
+        tensors: q, k and v, [batch, heads, tokens, width].
+        scale: Softmax scale.
+        side: Extra inputs.
+        lengths: Lengths of the sequences.
+        chosen: The rows and heads that will be compared. Others do not change.
+        generator: A generator on the CPU.
     """
     q, k, v = tensors
-    for _ in range(DRAWS):
-        near = queries_at_steps(problem, (q, k, v), scale, side, lengths, heads)
+    for _ in range(CHANGES):
+        near = queries_near_steps(problem, (q, k, v), scale, side, lengths, chosen)
         if near is None or not near.any():
             break
         factors = 1.0 + CHANGE * torch.randn(q.shape, generator=generator).to(q.device)
@@ -50,33 +57,32 @@ def away_from_steps(
     return q
 
 
-def queries_at_steps(
+def queries_near_steps(
     problem: Problem,
     tensors: tuple[Tensor, Tensor, Tensor],
     scale: float,
     side: ExtraInputs,
     lengths: Lengths,
-    heads: Tensor,
+    chosen: Sample,
 ) -> Tensor | None:
-    """Returns whether each query of some heads has a score at a step; None if there are no steps.
+    """Returns whether each chosen query has a score near a step, or None if the pass has no steps.
 
     Returns:
-        [batch, heads, seqlen_q]. It is False for other heads.
+        [batch, heads, seqlen_q]. It is False for other queries.
     """
-    if problem.functions.score < 0:
-        return None
-    device, rows = tensors[0].device, torch.arange(problem.seqlen_q)
     functions = derivatives(problem.functions) if problem.is_backward else problem.functions
-    wanted = range(len(functions.nodes)) if problem.is_backward else (functions.score,)
+    if not functions.steps[0]:
+        return None
+    device, shape = tensors[0].device, (problem.batch, problem.heads, problem.seqlen_q)
+    found = torch.zeros(shape, dtype=torch.bool, device=device)
     steps = product_steps(problem.dtype, problem.head_dim)
-    found = torch.zeros(problem.batch, problem.heads, len(rows), dtype=torch.bool, device=device)
-    for chunk in chunked(problem, heads, len(rows), device.type):
-        some = Rows(chunk.heads // problem.heads, chunk.heads % problem.heads, rows)
-        q, k, _ = widened(problem, chunk, rows, tensors, side)
-        values = values_of((q @ k.mT).mul_(scale), score_rows(problem, lengths, side, some, device))
-        bound = steps * scale * norm(q)[..., None] * norm(k)[:, None]
-        near = near_steps(functions, values, bound, *wanted)
-        if near is None:
-            return None
-        found[some.batch, some.head] = near.expand(bound.shape).any(-1)
+    for rows in chosen.rows.split(max(1, CHUNK_SCORES[device.type] // max(1, problem.seqlen_kv))):
+        for chunk in chunked(problem, chosen.heads, len(rows), device.type):
+            some = Rows(chunk.heads // problem.heads, chunk.heads % problem.heads, rows)
+            q, k, _ = widened(problem, chunk, rows, tensors, side)
+            values = values_of((q @ k.mT).mul_(scale), score_rows(problem, lengths, side, some, device))
+            bound = steps * scale * norm(q)[..., None] * norm(k)[:, None]
+            near = near_steps(functions, values, bound)
+            assert near is not None
+            found[some.batch[:, None], some.head[:, None], rows] = near.expand(bound.shape).any(-1)
     return found

@@ -182,11 +182,11 @@ def _expect_heads(
     """Returns the reference of one chunk, from float64 tensors.
 
     q is [heads, rows, head_dim], k and v are [heads or 1, keys, ...] and sinks are [heads, 1]. `slope` is the
-    derivative of a score function, and `kept` are the dropout factors of the probabilities, [heads, rows,
-    keys], or None without.
+    derivative of scores with a score function. `kept` are the dropout factors of the probabilities, [heads,
+    rows, keys], or None without dropout.
     """
-    scores, seen = finite_scores(problem, laid.scores, seen)
-    scores, levels = levelled(problem, scores.add_(seen.hidden.double().mul_(HIDDEN)), sinks)
+    laid, seen = finite_scores(problem, laid, seen)
+    scores, levels = levelled(problem, laid.scores.add_(seen.hidden.double().mul_(HIDDEN)), sinks)
     weights, total, lse = softmax(scores, sinks)
     bound = scale * norm(wide_q) * norm(wide_k).amax(-1, keepdim=True)
     bound = stretched(bound, slope, weights)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flashtune.core.features.description import ScoreRows
+from flashtune.core.features.description import Changed, ScoreRows
 from flashtune.core.features.records import ExtraInputs, FeatureFields
 from flashtune.core.features.table import FEATURES
 from flashtune.core.problem import Bias, Causal, Problem
@@ -139,18 +139,21 @@ def seen_by(
     return RowMasks(hidden.to(device), keys.to(device))
 
 
-def finite_scores(problem: Problem, scores: Tensor, seen: RowMasks) -> tuple[Tensor, RowMasks]:
-    """Returns finite scores, and masks that hide the keys that a score function gives minus infinity."""
+def finite_scores(problem: Problem, changed: Changed, seen: RowMasks) -> tuple[Changed, RowMasks]:
+    """Returns finite scores, and masks that hide the keys to which a score function gives minus infinity."""
     if problem.functions.score < 0:
-        return scores, seen
-    hidden = seen.hidden | (scores == -torch.inf)
-    return scores.nan_to_num(math.nan, math.inf, 0.0), RowMasks(hidden, counted(~hidden))
+        return changed, seen
+    hidden = seen.hidden | (changed.scores == -torch.inf)
+    added = None if changed.added is None else torch.where(hidden, 0.0, changed.added)
+    scores = changed.scores.nan_to_num(math.nan, math.inf, 0.0)
+    return Changed(scores, added), RowMasks(hidden, counted(~hidden))
 
 
 def stretched(bound: Tensor, slope: Tensor | None, weights: Tensor) -> Tensor:
-    """Returns the bound of a row's scores, times the derivative of its score function if that is above 1.
+    """Returns bounds of rows' scores, times the largest derivative of the changed scores if that is above 1.
 
-    Rounding errors of scores are proportional to it. Derivatives of keys without weight are ignored.
+    Derivatives of keys without weight are ignored. A product's error is in proportion to the bound, and
+    `error_terms` has errors in proportion to the score alone.
     """
     if slope is None:
         return bound

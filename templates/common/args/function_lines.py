@@ -54,6 +54,13 @@ _PATTERNS: Mapping[Op, str] = {
     Op.SHIFT_RIGHT: "{0} >> {1}",
     Op.WHERE: "tl.where({0}, {1}, {2})",
 }
+# Operations that are rounded to nearest. Usual divisions and roots are approximate, and the compiler adds to
+# products before it rounds them.
+_EXACT: Mapping[Op, str] = {
+    Op.MULTIPLY: "tl.fma({0}, {1}, 0.0)",
+    Op.DIVIDE: "tl.div_rn({0}, {1})",
+    Op.SQRT: "tl.sqrt_rn({0})",
+}
 _TYPES = {Kind.BOOL: "tl.int1", Kind.INT: "tl.int32", Kind.FLOAT: "tl.float32"}
 HELPERS: Mapping[Op, str] = {
     Op.TANH: '''
@@ -149,6 +156,7 @@ class Writer:
         head_rows: bool = False,
     ) -> None:
         self.functions = functions
+        self.exact = functions.compared
         self.by_position = by_position
         if by_position:
             self.leaves = {**self.leaves, Op.QUERY: self.position}
@@ -254,7 +262,8 @@ class Writer:
 
     def pattern(self, place: int) -> str:
         """Returns the text of an operation, with places for its operands."""
-        return _PATTERNS[self.functions.nodes[place].op]
+        op = self.functions.nodes[place].op
+        return (_EXACT if place in self.exact else _PATTERNS).get(op, _PATTERNS[op])
 
     def load(self, place: int, operands: list[str]) -> str:
         """Returns the text of an element of a captured tensor, from those of its indices."""

@@ -98,7 +98,7 @@ class BlockWriter(PlaceWriter):
             sizes = [line.split(" = ")[0] for line in self.sizes() if line.split("_")[1] == str(node.value)]
             block.inputs |= dict.fromkeys((TABLES[node.value], *sizes))
             return self.load(place, operands)
-        if node.op is Op.DIVIDE and self.forms[node.operands[1]] >= 2:
+        if node.op is Op.DIVIDE and self.forms[node.operands[1]] >= 2 and place not in self.exact:
             return f"{operands[0]} * inverse({operands[1]})"
         return self.pattern(place).format(*operands)
 
@@ -138,7 +138,7 @@ class BlockWriter(PlaceWriter):
         if self.forms[place] < 2:
             return Sum(row=self.row(place))
         node = self.functions.nodes[place]
-        if self.forms[place] == 2 and not self._is_distance(block, place):
+        if place in self.exact or (self.forms[place] == 2 and not self._is_distance(block, place)):
             return None
         match node.op:
             case Op.SCORE:

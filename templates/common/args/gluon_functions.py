@@ -15,6 +15,14 @@ from flashtune.templates.common.args.gluon_blocks import Block, Sum, bare
 from flashtune.templates.common.args.gluon_places import Row
 from flashtune.templates.common.args.gluon_words import CALLED, WordWriter
 
+_LOG2_E = "1.4426950408889634"
+
+
+def in_gluon(text: str) -> str:
+    """Returns a function of Triton as one of Gluon."""
+    return text.replace("@triton.", "@gluon.").replace("tl.", "gl.")
+
+
 _HELPERS: Mapping[Op, str] = {
     Op.DIVIDE: '''
 @gluon.jit
@@ -28,12 +36,13 @@ def logistic(x):
     """Returns 1 / (1 + exp2(x)), with an error relative to 1."""
     return reciprocals(gl.exp2(gl.minimum(x, MAX_EXPONENT)) + 1.0)
 ''',
-    **{
-        op: HELPERS[op].replace("@triton.", "@gluon.").replace("tl.", "gl.")
-        for op in (Op.FLOOR_DIVIDE, Op.LOAD)
-    },
+    **{op: in_gluon(HELPERS[op]) for op in (Op.FLOOR_DIVIDE, Op.LOAD)},
 }
-_LOG2_E = "1.4426950408889634"
+_CALLED: Mapping[str, str] = {
+    "floor_divide": _HELPERS[Op.FLOOR_DIVIDE],
+    "tanh_of": in_gluon(HELPERS[Op.TANH]).replace("LOG2_E", _LOG2_E),
+    **CALLED,
+}
 
 
 def gluon_function_lines(
@@ -83,7 +92,7 @@ class GluonWriter(WordWriter):
                 self.parts[part] = ", ".join(block.inputs)
         definitions += self.further_functions()
         calling = "\n".join([*definitions, *constants, *self.tile])
-        for name, text in reversed([("floor_divide", _HELPERS[Op.FLOOR_DIVIDE]), *CALLED.items()]):
+        for name, text in reversed([*_CALLED.items()]):
             if f"{name}(" in calling and f"def {name}(" not in calling:
                 definitions.insert(1, text)
                 calling += text

@@ -75,6 +75,8 @@ class PlaceWriter(Writer):
         if power:
             return f"{{0}} >> {power.bit_length() - 1}" if self.is_quotient(place) else f"{{0}} & {power - 1}"
         text = super().pattern(place).replace("tl.", "gl.")
+        if place in self.exact:
+            return text
         return text.replace("tanh_of({0})", f"2.0 / (1.0 + gl.exp2({{0}} * {TANH})) - 1.0")
 
     def used_helpers(self) -> set[Op]:

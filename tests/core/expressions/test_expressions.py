@@ -191,6 +191,7 @@ def test_derivatives_of_large_scores_are_finite(activation: Callable[[Tensor], T
 STEPS: dict[str, tuple[Callable[..., object], float]] = {
     "comparison": (lambda s, b, h, q, k: torch.where(s * 2 <= 1, s, 0.0), 0.5),
     "difference from 0": (lambda s, b, h, q, k: s + (s != 0), 0.0),
+    "rounded limit": (lambda s, b, h, q, k: torch.where(s < q * 0.1, s, 0.0), 0.4),
     "integer": (lambda s, b, h, q, k: s + (s * 3).int(), 1.0),
 }
 
@@ -200,11 +201,20 @@ def test_scores_near_steps_are_found(name: str) -> None:
     function, step = STEPS[name]
     functions = trace(function, None).functions
     score = step + torch.tensor([-1e-3, -1e-7, 0.0, 1e-7, 1e-3], dtype=torch.float64)
-    near = near_steps(functions, values()._replace(score=score), torch.tensor(8.0), functions.score)
+    near = near_steps(functions, values()._replace(score=score, query=torch.tensor(4)), torch.tensor(8.0))
     assert near is not None
     assert near.tolist() == [False, True, True, True, False]
 
 
 def test_comparisons_of_places_are_no_steps_of_scores() -> None:
     functions = trace(lambda s, b, h, q, k: torch.where(q * 0.1 <= k * 0.1, s, s * 2), None).functions
-    assert near_steps(functions, values(), torch.tensor(8.0), functions.score) is None
+    assert near_steps(functions, values(), torch.tensor(8.0)) is None
+
+
+def test_compared_floats_are_of_float32() -> None:
+    functions = trace(None, lambda b, h, q, k: (q * 0.1 + 0.2 == k * 0.1) | (q / 3 < 0)).functions
+    query, key = torch.tensor([[1], [2], [5]]), torch.tensor([3, 4, 7])
+    own = values()._replace(query=query, key=key, score=None)
+    exact = query * 0.1 + 0.2 == key * 0.1
+    assert torch.equal(evaluate(functions, own, functions.mask), exact)
+    assert not torch.equal(query.double() * 0.1 + 0.2 == key.double() * 0.1, exact)

@@ -19,6 +19,7 @@ from flashtune.core.expressions.nodes import INT32, Kind, Op
 from flashtune.core.expressions.text import functions_text
 from flashtune.core.features.functions import integers_of
 from flashtune.core.features.records import TABLES
+from flashtune.request.functions.tracing import trace
 from flashtune.templates.common.args.gluon_functions import GluonWriter
 from flashtune.templates.common.args.gluon_gradients import GradientWriter
 from tests.emulator.hardware import Array, Pointer, Tensor, plain
@@ -197,3 +198,13 @@ def test_masks_in_int32_are_those_in_int64() -> None:
 def test_mutants_of_the_code_hide_other_pairs(text: str, mutant: str) -> None:
     blocks = (block for block, expected in map(drawn, range(300)) if expected is not None)
     assert any(not np.array_equal(block.visible(text, mutant), block.visible()) for block in blocks)
+
+
+@pytest.mark.parametrize("is_backward", [False, True])
+def test_compared_floats_are_rounded_after_each_operation(is_backward: bool) -> None:
+    functions = trace(None, lambda b, h, q, k: (q * 0.1 == k * 0.1) & (q / 7 <= k / 7)).functions
+    writer = GradientWriter(derivatives(functions)) if is_backward else GluonWriter(functions)
+    code = writer.parts["functions"] + writer.parts["rows"]
+    assert code.count("gl.fma(") == code.count("gl.div_rn(") == 2, code
+    assert "steps" not in code, code
+    assert "1.0 / " not in code, code
