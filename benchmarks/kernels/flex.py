@@ -278,6 +278,9 @@ def summary(rows: list[Row]) -> str:
 def texts() -> dict[str, str]:
     """Returns the table of the saved runs, by name."""
     runs = [load(path, tuple[Row, ...]) for path in SAVED]
+    names = [*gallery(1, 1, 1, torch.device("cpu"))]
+    measured = [row for run in runs for row in run.rows]
+    measured.sort(key=lambda row: (names.index(row.function), row.kv_heads, row.head_dim, row.seqlen))
     rows = [
         (
             row.function,
@@ -287,8 +290,7 @@ def texts() -> dict[str, str]:
             f"{row.speedup:.2f}",
             f"{row.built_in / row.ours:.2f}" if row.built_in else "–",
         )
-        for run in runs
-        for row in run.rows
+        for row in measured
     ]
     heads = (
         *("function", "heads", "tokens", "head dim", "ms", "torch, ms", "speed over torch"),

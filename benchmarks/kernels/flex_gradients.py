@@ -50,7 +50,10 @@ from flashtune.tuner.cli.output import table
 from flashtune.tuner.execution.timing import measure_interleaved, once
 
 SCRIPT = "benchmarks/kernels/flex_gradients.py"
-SAVED = tuple(RESULTS / f"nvidia-h200-flex-gradients{part}.json.gz" for part in ("", "-second", "-third"))
+SAVED = tuple(
+    RESULTS / f"nvidia-h200-flex-gradients{part}.json.gz"
+    for part in ("", "-second", "-third", "-fourth", "-fifth", "-sixth")
+)
 
 # Torch adds gradients of captured tensors by atomics, which takes seconds if a head has one element.
 SLOW_MS, FEW_ROUNDS = 100.0, 1
@@ -232,21 +235,23 @@ def _trained(tensors: Iterable[Tensor]) -> list[Tensor]:
 def texts() -> dict[str, str]:
     """Returns the table of the saved runs, by name."""
     runs = [load(path, tuple[Row, ...]) for path in SAVED]
+    names = [*cases(1, 1, 1, torch.device("cpu"))]
+    measured = [row for run in runs for row in run.rows]
+    measured.sort(key=lambda row: (names.index(row.function), row.head_dim, row.seqlen))
     rows = [
         (
             row.function,
+            str(row.seqlen),
             str(row.head_dim),
             f"{row.ours:.3f}",
             f"{row.theirs:.3f}",
             f"{row.theirs / row.ours:.2f}",
         )
-        for run in runs
-        for row in run.rows
+        for row in measured
     ]
-    first = runs[0].rows[0]
-    shape = f"{first.heads}/{first.kv_heads} heads, {first.seqlen} tokens"
-    heads = "function", "head dim", "ms", "torch, ms", "speed over torch"
-    intro = f"{run_of(runs[0].source)}, bf16, {shape}:"
+    first = measured[0]
+    heads = "function", "tokens", "head dim", "ms", "torch, ms", "speed over torch"
+    intro = f"{run_of(runs[0].source)}, bf16, {first.heads}/{first.kv_heads} heads:"
     return {"flex-gradients": "\n".join((intro, "", *table(heads, rows)))}
 
 
