@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flashtune.core.expressions.nodes import Node, Op, float_bits
 from flashtune.core.features.description import Changed, ScoreRows
 from flashtune.core.features.records import ExtraInputs, FeatureFields
 from flashtune.core.features.table import FEATURES
@@ -40,6 +41,7 @@ CHUNK_KEYS = {"cuda": 2**28, "cpu": 2**25}
 ON_SCORES = frozenset(feature for feature, entry in FEATURES.items() if entry.is_mask or entry.change)
 
 
+MINUS_INFINITY = Node(Op.FLOAT, (), float_bits(-math.inf))
 # A bias that absorbs all scores, in float64 too. Hidden scores are lower.
 FINITE_MASK = -(2.0**98)
 
@@ -140,8 +142,12 @@ def seen_by(
 
 
 def finite_scores(problem: Problem, changed: Changed, seen: RowMasks) -> tuple[Changed, RowMasks]:
-    """Returns finite scores, and masks that hide the keys to which a score function gives minus infinity."""
-    if problem.functions.score < 0:
+    """Returns finite scores, and masks that hide the keys to which a score function gives minus infinity.
+
+    Captured values of a check are finite, so that infinite scores come from constants and logarithms.
+    """
+    nodes = problem.functions.nodes if problem.functions.score >= 0 else ()
+    if not any(node.op is Op.LOG or node == MINUS_INFINITY for node in nodes):
         return changed, seen
     hidden = seen.hidden | (changed.scores == -torch.inf)
     added = None if changed.added is None else torch.where(hidden, 0.0, changed.added)
