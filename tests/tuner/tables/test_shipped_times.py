@@ -36,16 +36,12 @@ class Known(NamedTuple):
 
 
 UNTIMED = "the search ended before the final measurement"
-OLDER = "the search of this GPU had no kernel of backward_hopper with a bias"
 # Each check's exceptions. A test fails if one of them is not needed any more.
 FEW_SAMPLES: tuple[Known, ...] = ()
 WITHOUT_PEERS = (
     Known("nvidia-h100", "heads=32,kv_heads=8,seqlen=1024,head_dim=128,batch=16,causal", UNTIMED),
 )
-OTHER_RATIO = tuple(
-    Known("nvidia-h100", f"heads=16,seqlen={shape},head_dim=64,batch=8,bias=additive,backward", OLDER)
-    for shape in ("512", "512,causal", "1024", "1024,causal")
-)
+OTHER_RATIO: tuple[Known, ...] = ()
 OVER_ESTIMATE = (
     Known(
         "nvidia-h100",
