@@ -19,6 +19,7 @@ from flashtune.core.expressions.nodes import (
     MAX_DEPTH,
     MAX_NODES,
     MAX_SHIFT,
+    MINUS_INFINITY,
     NUMBERS,
     RULES,
     Functions,
@@ -353,7 +354,7 @@ class Builder:
 
     def _split_node(self, place: int) -> tuple[int, int]:
         node = self.nodes[place]
-        if node == Node(Op.FLOAT, (), float_bits(-math.inf)):
+        if node == MINUS_INFINITY:
             return self.constant(0.0), self.constant(False)
         if node.op is Op.WHERE and not self.uses_score(node.operands[0]):
             condition, first, other = node.operands

@@ -9,14 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashtune.core.expressions.nodes import (
-    Expressions,
-    Kind,
-    Node,
-    Op,
-    float_of,
-    needed_by,
-)
+from flashtune.core.expressions.nodes import Expressions, Kind, Node, Op, float_of, needed_by
 
 
 def _minimum(first: Tensor, other: Tensor) -> Tensor:

@@ -88,7 +88,7 @@ class Op(enum.StrEnum):
     WHERE = "where"
 
 
-# Operations whose result jumps where an operand crosses a number.
+# Operations with a result that changes at single numbers of a float operand.
 STEPS = (Op.LESS, Op.LESS_EQUAL, Op.EQUAL, Op.NOT_EQUAL, Op.TO_INT)
 
 
@@ -334,6 +334,10 @@ def float_bits(number: float) -> int:
         return int(struct.unpack("<I", struct.pack("<f", number))[0])
     except OverflowError:
         return float_bits(float("inf") if number > 0 else float("-inf"))
+
+
+# The score of a hidden key.
+MINUS_INFINITY = Node(Op.FLOAT, (), float_bits(float("-inf")))
 
 
 def float_of(bits: int) -> float:

@@ -148,7 +148,7 @@ def usual_captures(call: UsualCall[FeatureFields]) -> dict[str, Any]:
     sizes = _typical_sizes(functions, _places(fields), ints, floats)
     generator = torch.Generator().manual_seed(call.seed)
     tables = [
-        # A copy would store all elements.
+        # Moved first: a copy of a broadcast tensor stores all elements.
         _typical_table(functions, place, _stored(shape), max(1, fields.seqlen_kv), generator)
         .to(call.device)
         .expand(shape)

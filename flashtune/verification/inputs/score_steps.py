@@ -1,4 +1,4 @@
-"""Queries whose scores are not near a step of a score function.
+"""Changes queries so that no score is near a step of a score function.
 
 A step is a number at which a comparison of the score, or an int from it, changes. If rounding errors move a
 score across it, a correct kernel computes another branch than the float64 reference. Queries with such a
@@ -21,8 +21,9 @@ from flashtune.verification.reference.masks import Rows
 from flashtune.verification.reference.scores import CHUNK_SCORES, chunked, score_rows, widened
 from flashtune.verification.tolerance import norm, product_steps
 
-# Of queries with a thousand keys, about one in a hundred has a score near a step after a change.
-CHANGES = 8
+# With a thousand keys, about one query in a hundred has a score near a step after a change. If a function has
+# so many steps that queries stay near them, the check may refuse a right kernel.
+MAX_CHANGES = 8
 # The relative size of a change of a query's elements, so that queries keep about their scores.
 CHANGE = 2.0**-4
 
@@ -48,7 +49,7 @@ def away_from_steps(
         generator: A generator on the CPU.
     """
     q, k, v = tensors
-    for _ in range(CHANGES):
+    for _ in range(MAX_CHANGES):
         near = queries_near_steps(problem, (q, k, v), scale, side, lengths, chosen)
         if near is None or not near.any():
             break

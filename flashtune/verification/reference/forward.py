@@ -188,8 +188,7 @@ def _expect_heads(
     laid, seen = finite_scores(problem, laid, seen)
     scores, levels = levelled(problem, laid.scores.add_(seen.hidden.double().mul_(HIDDEN)), sinks)
     weights, total, lse = softmax(scores, sinks)
-    bound = scale * norm(wide_q) * norm(wide_k).amax(-1, keepdim=True)
-    bound = stretched(bound, slope, weights)
+    bound = stretched(scale * norm(wide_q) * norm(wide_k).amax(-1, keepdim=True), slope, weights)
     # Without a sink, rows without visible keys have equal weights here. `full` is 0 for these rows, else 1.
     full = seen.keys.bool().double() if sinks is None else torch.ones_like(seen.keys)
     # Only terms of keys with weight count. The weights are relative to the row's largest at this point.

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flashtune.core.expressions.nodes import Node, Op, float_bits
+from flashtune.core.expressions.nodes import MINUS_INFINITY, Op
 from flashtune.core.features.description import Changed, ScoreRows
 from flashtune.core.features.records import ExtraInputs, FeatureFields
 from flashtune.core.features.table import FEATURES
@@ -41,7 +41,6 @@ CHUNK_KEYS = {"cuda": 2**28, "cpu": 2**25}
 ON_SCORES = frozenset(feature for feature, entry in FEATURES.items() if entry.is_mask or entry.change)
 
 
-MINUS_INFINITY = Node(Op.FLOAT, (), float_bits(-math.inf))
 # A bias that absorbs all scores, in float64 too. Hidden scores are lower.
 FINITE_MASK = -(2.0**98)
 
