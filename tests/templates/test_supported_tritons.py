@@ -6,12 +6,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from flashtune.core.kernel import Kernel
-from flashtune.core.problem import Causal
+from flashtune.core.kernel import Kernel, Specialization
+from flashtune.core.problem import Causal, Dtype, Problem
 from flashtune.core.target import find_target
+from flashtune.launch.binding import compile_binary
 from flashtune.launch.compilation import compile_kernel
-from flashtune.templates.registry import family_names
+from flashtune.request.functions.tracing import trace
+from flashtune.templates.registry import family_names, find_family
+from flashtune.templates.rendering import render
 from tests.problems import hopper_backward
 from tests.support import golden_kernels
 
@@ -45,6 +49,21 @@ def test_a_kernel_of_each_family_compiles_for_hopper(family: str) -> None:
 
     assert 0 < binary.metadata.shared <= H200.sram_per_block
     assert "sm_90a" in binary.asm["ptx"]
+
+
+@pytest.mark.tritons
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["forward_masked", "decode_split_kv", "backward_split"])
+def test_portable_kernels_compile_for_hopper_if_scores_select_elements(name: str) -> None:
+    table, family = torch.rand(8), find_family(name)
+    functions = trace(lambda s, b, h, q, k: s + table[(s > 0).to(torch.int32)], None).functions
+    problem = Problem(
+        dtype=Dtype.BF16, head_dim=64, value_head_dim=64, heads=8, kv_heads=2, batch=2, seqlen_q=512,
+        seqlen_kv=512, functions=functions, direction=family.direction,
+    )  # fmt: skip
+    config = family.default(problem, H200)
+    assert config.num_stages > 1
+    assert compile_binary(render(family, problem, config, Specialization()), H200)
 
 
 @pytest.mark.tritons

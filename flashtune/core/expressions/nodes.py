@@ -208,15 +208,26 @@ class Expressions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
         return needed_by(self.nodes, place)
 
     @functools.cached_property
+    def of_score(self) -> frozenset[int]:
+        """The places of the score and of all nodes that depend on it."""
+        found: set[int] = set()
+        for place, node in enumerate(self.nodes):
+            if node.op is Op.SCORE or not found.isdisjoint(node.operands):
+                found.add(place)
+        return frozenset(found)
+
+    @property
+    def select_by_score(self) -> bool:
+        """Whether an index of a captured tensor depends on the score."""
+        return any(node.op is Op.LOAD and not self.of_score.isdisjoint(node.operands) for node in self.nodes)
+
+    @functools.cached_property
     def steps(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Comparisons of floats and conversions to ints: those that depend on the score, and the others."""
-        of_score: set[int] = set()
         found: tuple[list[int], list[int]] = [], []
         for place, node in enumerate(self.nodes):
-            if node.op is Op.SCORE or not of_score.isdisjoint(node.operands):
-                of_score.add(place)
             if node.op in STEPS and self.kinds[node.operands[0]] is Kind.FLOAT:
-                found[place not in of_score].append(place)
+                found[place not in self.of_score].append(place)
         return tuple(found[0]), tuple(found[1])
 
     @functools.cached_property
