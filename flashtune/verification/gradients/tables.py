@@ -61,10 +61,12 @@ def _parts(work: Work, term: TableTerm, scores: Tensor) -> tuple[Tensor, ...]:
         torch.where(seen, part.expand(shape), 0.0) for part in (term.slope, term.errors.to(scores.dtype))
     )
     value = biased * slope
-    spread = weight * squared(value) + squared(least * slope)
+    # Kernels round derivatives that are nearly 0, and multiply them by the errors of dS too.
+    size = slope.abs() + FLOAT32_ROUNDOFF * rounding
+    spread = weight * squared(value) + squared(least * size)
     spread = spread + squared(FLOAT32_ROUNDOFF * biased * rounding)
     # All keys of a row share the error of its delta. Those that read one element add up.
-    shared = (delta + product) * weights * slope.abs()
+    shared = (delta + product) * weights * size
     ordered = term.place.expand(shape).sort(-1).values
     is_repeated = bool((ordered.diff(dim=-1) == 0).any())
     spread = spread + shared * (shared.sum(-1, keepdim=True) if is_repeated else shared)

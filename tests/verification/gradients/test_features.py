@@ -7,18 +7,21 @@ import pytest
 import torch
 from torch import Tensor
 
+from flashtune.core.kernel import Alignment
 from flashtune.core.problem import Bias, Causal, Direction, Dtype, Problem
 from flashtune.core.target import find_target
+from flashtune.request.functions.tracing import trace
 from flashtune.templates.family import unsupported_reason
 from flashtune.templates.registry import find_family
 from flashtune.verification.cases import Case, Level, lengths_of
 from flashtune.verification.gradients.cases import companions
 from flashtune.verification.gradients.head_sampling import Pairs, sample_pairs
-from flashtune.verification.gradients.inputs import make_dlse, make_dout
+from flashtune.verification.gradients.inputs import make_dlse, make_dout, prepare
 from flashtune.verification.gradients.reference import Chosen, expect_gradients
 from flashtune.verification.gradients.scores import BackwardCase
 from flashtune.verification.inputs.side_inputs import make_side
 from flashtune.verification.probes import Probe, make_values
+from flashtune.verification.tolerance import FLOAT32_ROUNDOFF
 from tests.gpu.random.random_gradients import feature_sets, subjects, trials
 from tests.problems.kernel_cases import PLAIN_MASKS as MASKS
 from tests.problems.plain_masks import plain_attention
@@ -40,6 +43,22 @@ def test_correct_gradients_pass(monkeypatch: pytest.MonkeyPatch, name: str) -> N
     turn = list(MASKS).index(name)
     dtype = (Dtype.BF16, Dtype.FP16, Dtype.FP32)[turn % 3]
     assert refused(monkeypatch, a_problem(dtype=dtype, **MASKS[name]), dlse=turn % 2 == 0) == []
+
+
+def test_saturated_derivatives_of_single_keys_have_a_tolerance() -> None:
+    # The gradient of a gate is P * (dP - delta) * score * (1 - tanh^2). Query 0 sees one key, so that the
+    # second factor is 0, and so is the last one. Kernels round both.
+    gates = torch.rand(65)
+
+    def score(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return torch.tanh(s * gates[q])
+
+    functions = trace(score, lambda b, h, q, k: q >= k).functions.with_gradients([0])
+    problem = a_problem(functions=functions, causal=Causal.NONE, seqlen_q=65, seqlen_kv=65)
+    case = Case(problem=problem, probe=Probe.FAR_BELOW, block=16, scale=1.0)
+    gradient = prepare(case, Alignment.EIGHT, torch.device("cpu"), 7, False).expected.gradients["dtables"]
+    assert gradient.exact[0].abs() < 1e-12
+    assert gradient.allowed[0] > FLOAT32_ROUNDOFF
 
 
 @pytest.mark.parametrize("dtype", [Dtype.BF16, Dtype.FP32])
