@@ -492,6 +492,7 @@ HOPPER_BACKWARD: dict[str, tuple[tuple[int, int], Specialization, dict[str, Any]
     "backward_hopper_bf16_d64_bias": (
         (64, 64), PLAIN, {"causal": Causal.BOTTOM_RIGHT, "bias": Bias.ADDITIVE}, {}
     ),
+    "backward_hopper_bf16_d128_bias": ((128, 128), PLAIN, {"bias": Bias.ADDITIVE}, {}),
     "backward_hopper_fp16_d128_constant_bias": (
         (128, 128), CONSTANT_BIAS, {"dtype": Dtype.FP16, "bias": Bias.ADDITIVE}, {"alternate_dq": False}
     ),
