@@ -6,7 +6,8 @@
 Outputs are first compared with torch's uncompiled function in float64, at 1000 queries and keys. The error
 may be two and a half times that of torch's compiled function. Then runs are interleaved in random order, with
 a cold L2 before each, and times are medians. Functions that compute a feature are also timed as features of
-`flashtune.attention`. Shapes have 16k tokens in bf16. Needs a GPU.
+`flashtune.attention`. Shapes have 16k tokens in bf16. With --backend FLASH, torch's function uses
+FlashAttention-4, and functions without a kernel there have no row. Needs a GPU.
 """
 
 import argparse
@@ -14,7 +15,7 @@ import functools
 import random
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -27,11 +28,15 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 import flashtune
 from benchmarks.saved import RESULTS, load, run_of, save
 from flashtune.dispatch.versions import driver_version
+from flashtune.launch.compilation import first_line
 from flashtune.tuner.cli.output import table
 from flashtune.tuner.execution.timing import measure_interleaved
 
 SCRIPT = "benchmarks/kernels/flex.py"
 SAVED = tuple(RESULTS / f"nvidia-h200-flex{part}.json.gz" for part in ("", "-second"))
+SAVED_FLASH = (RESULTS / "nvidia-h200-flex-flash.json.gz",)
+# Backends of torch's function: that of Triton, and FlashAttention-4 in the package flash-attn-4.
+AUTO, FLASH = "AUTO", "FLASH"
 TOKENS = 16_384
 ROUNDS = 21
 CHECKED, CALLS = 1000, 100
@@ -133,13 +138,24 @@ def main() -> None:
         raise SystemExit("flex.py measures GPU time, and no GPU is visible here")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, driver {driver_version()}")
     rows: list[Row] = []
-    for shape in shapes_of(options):
-        rows.append(fitting(measure, shape))
-        print(line(rows[-1]), flush=True)
+    for row in measured_rows(measure, options):
+        rows.append(row)
+        print(line(row), flush=True)
         if options.save:
             save(options.save, rows)
     print(summary(rows))
     raise SystemExit(not all(row.is_right for row in rows))
+
+
+def measured_rows(measured: Callable[..., Measured], options: argparse.Namespace) -> Iterator[Measured]:
+    """Returns the rows of the requested shapes, and prints the errors of those that FLASH refuses."""
+    for shape in shapes_of(options):
+        try:
+            yield fitting(functools.partial(measured, backend=options.backend), shape)
+        except (RuntimeError, AssertionError) as error:
+            if options.backend != FLASH:
+                raise
+            print(f"{shape}: no result: {type(error).__name__} {first_line(error)}", flush=True)
 
 
 def fitting(measured: Callable[..., Measured], shape: tuple[object, ...]) -> Measured:
@@ -150,17 +166,20 @@ def fitting(measured: Callable[..., Measured], shape: tuple[object, ...]) -> Mea
         return measured(*shape, small=True)
 
 
-def measure(name: str, heads: int, kv_heads: int, seqlen: int, head_dim: int, small: bool = False) -> Row:
+def measure(
+    name: str, heads: int, kv_heads: int, seqlen: int, head_dim: int, small: bool = False, backend: str = AUTO
+) -> Row:
     """Returns the times of all implementations of a case in one run, after their comparison."""
     device = torch.device("cuda", 0)
     torch.compiler.reset()
-    checked = check(name, heads, kv_heads, head_dim, device, small)
+    checked = check(name, heads, kv_heads, head_dim, device, small, backend)
     batch = max(1, TOKENS // seqlen)
     case = gallery(batch, heads, seqlen, device)[name]
     q, k, v = inputs(batch, heads, kv_heads, seqlen, head_dim, device)
     mask = block_mask(case, batch, seqlen, device)
     own = functools.partial(flashtune.flex_attention, q, k, v, case.score, mask, enable_gqa=heads > kv_heads)
-    theirs = functools.partial(compiled(small), q, k, v, case.score, mask, enable_gqa=heads > kv_heads)
+    function = compiled(small, backend=backend)
+    theirs = functools.partial(function, q, k, v, case.score, mask, enable_gqa=heads > kv_heads)
     runs: dict[str, Callable[[], Any]] = {"ours": own, "theirs": theirs}
     if case.built_in is not None:
         runs["built_in"] = functools.partial(
@@ -189,15 +208,17 @@ class Check(NamedTuple):
     built_in_host_us: float | None
 
 
-def compiled(small: bool, *, autotuned: bool = False) -> Function:
+def compiled(small: bool, *, autotuned: bool = False, backend: str = AUTO) -> Function:
     """Returns torch's compiled function, with small tiles or the fastest of its tiles if requested."""
     mode = "max-autotune-no-cudagraphs" if autotuned else None
     function: Function = torch.compile(flex_attention, dynamic=False, mode=mode)
-    return functools.partial(function, kernel_options=SMALL_TILES) if small else function
+    return functools.partial(function, kernel_options={"BACKEND": backend, **(SMALL_TILES if small else {})})
 
 
 @functools.cache
-def check(name: str, heads: int, kv_heads: int, head_dim: int, device: torch.device, small: bool) -> Check:
+def check(
+    name: str, heads: int, kv_heads: int, head_dim: int, device: torch.device, small: bool, backend: str
+) -> Check:
     """Returns errors, the time of the first call, and host times of later calls."""
     case = gallery(2, heads, CHECKED, device)[name]
     q, k, v = inputs(2, heads, kv_heads, CHECKED, head_dim, device)
@@ -206,7 +227,7 @@ def check(name: str, heads: int, kv_heads: int, head_dim: int, device: torch.dev
         warnings.simplefilter("ignore")
         gqa = heads > kv_heads
         exact = flex_attention(q.double(), k.double(), v.double(), case.score, mask, enable_gqa=gqa)
-        theirs = compiled(small)(q, k, v, case.score, mask, enable_gqa=gqa)
+        theirs = compiled(small, backend=backend)(q, k, v, case.score, mask, enable_gqa=gqa)
         torch.cuda.synchronize()
         started = time.perf_counter()
         ours = flashtune.flex_attention(q, k, v, case.score, mask, enable_gqa=gqa)
@@ -276,8 +297,13 @@ def summary(rows: list[Row]) -> str:
 
 
 def texts() -> dict[str, str]:
-    """Returns the table of the saved runs, by name."""
-    runs = [load(path, tuple[Row, ...]) for path in SAVED]
+    """Returns the tables of the saved runs, by name."""
+    return {"flex": _speeds(SAVED), "flex-flash": _speeds(SAVED_FLASH)}
+
+
+def _speeds(paths: tuple[Path, ...]) -> str:
+    runs = [load(path, tuple[Row, ...]) for path in paths]
+    source = runs[0].source
     names = [*gallery(1, 1, 1, torch.device("cpu"))]
     measured = [row for run in runs for row in run.rows]
     measured.sort(key=lambda row: (names.index(row.function), row.kv_heads, row.head_dim, row.seqlen))
@@ -296,7 +322,8 @@ def texts() -> dict[str, str]:
         *("function", "heads", "tokens", "head dim", "ms", "torch, ms", "speed over torch"),
         "over the built-in feature",
     )
-    return {"flex": "\n".join((f"{run_of(runs[0].source)}, bf16:", "", *table(heads, rows)))}
+    packages = f", {source.note}" if source.note else ""
+    return "\n".join((f"{run_of(source, packages)}, bf16:", "", *table(heads, rows)))
 
 
 def _heads(text: str) -> tuple[int, int]:
@@ -324,6 +351,7 @@ def options_of(description: str | None, names: list[str]) -> argparse.Namespace:
     parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128])
     parser.add_argument("--seqlens", type=int, nargs="+", default=[4096, 16_384])
     parser.add_argument("--heads", type=_heads, nargs="+", default=[(16, 16), (32, 8)], metavar="Q/KV")
+    parser.add_argument("--backend", choices=(AUTO, FLASH), default=AUTO, help="of torch's compiled function")
     parser.add_argument("--save", type=Path, help="write the rows as JSON")
     return parser.parse_args()
 

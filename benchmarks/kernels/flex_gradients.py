@@ -27,6 +27,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 import flashtune
 from benchmarks.kernels.flex import (
+    AUTO,
     CHECKED,
     ROUNDS,
     TOKENS,
@@ -34,11 +35,10 @@ from benchmarks.kernels.flex import (
     Functions,
     block_mask,
     compiled,
-    fitting,
     gallery,
     inputs,
+    measured_rows,
     options_of,
-    shapes_of,
 )
 from benchmarks.saved import RESULTS, load, run_of, save
 from flashtune.core.target import find_target
@@ -124,9 +124,9 @@ def main() -> None:
     # Backward passes run repeatedly with the same saved tensors.
     compiling.donated_buffer = False
     rows: list[Row] = []
-    for shape in shapes_of(options):
-        rows.append(fitting(measure, shape))
-        print(line(rows[-1]), flush=True)
+    for row in measured_rows(measure, options):
+        rows.append(row)
+        print(line(row), flush=True)
         if options.save:
             save(options.save, rows)
     speedups = torch.tensor([row.theirs / row.ours for row in rows], dtype=torch.float64)
@@ -136,12 +136,14 @@ def main() -> None:
     raise SystemExit(wrong > 0)
 
 
-def measure(name: str, heads: int, kv_heads: int, seqlen: int, head_dim: int, small: bool = False) -> Row:
+def measure(
+    name: str, heads: int, kv_heads: int, seqlen: int, head_dim: int, small: bool = False, backend: str = AUTO
+) -> Row:
     """Returns the times of both implementations of a case in one run, after their comparison."""
     torch.compiler.reset()
     device = torch.device("cuda", 0)
-    checked = check(name, heads, kv_heads, head_dim, device, small)
-    theirs = torch_function(name, small)
+    checked = check(name, heads, kv_heads, head_dim, device, small, backend)
+    theirs = torch_function(name, small, backend)
     batch = max(1, TOKENS // seqlen)
     case = cases(batch, heads, seqlen, device)[name]
     tensors = _trained(inputs(batch, heads, kv_heads, seqlen, head_dim, device))
@@ -156,9 +158,9 @@ def measure(name: str, heads: int, kv_heads: int, seqlen: int, head_dim: int, sm
     return Row(name, heads, kv_heads, seqlen, head_dim, *ms, *checked.errors, *own, *checked.first_s)
 
 
-def torch_function(name: str, small: bool) -> Function:
+def torch_function(name: str, small: bool, backend: str) -> Function:
     """Returns torch's compiled function for a case. Its usual tiles are larger than small blocks of masks."""
-    return compiled(small, autotuned=name.startswith(f"blocks of {SMALL},"))
+    return compiled(small, autotuned=name.startswith(f"blocks of {SMALL},"), backend=backend)
 
 
 def kernel(case: Functions, tensors: list[Tensor]) -> tuple[str, int]:
@@ -182,7 +184,9 @@ class Check(NamedTuple):
 
 
 @functools.cache
-def check(name: str, heads: int, kv_heads: int, head_dim: int, device: torch.device, small: bool) -> Check:
+def check(
+    name: str, heads: int, kv_heads: int, head_dim: int, device: torch.device, small: bool, backend: str
+) -> Check:
     """Returns errors and first times. Later rows with these heads have the figures of the first one."""
     case = cases(2, heads, CHECKED, device)[name]
     tensors = _trained(inputs(2, heads, kv_heads, CHECKED, head_dim, device))
@@ -192,7 +196,7 @@ def check(name: str, heads: int, kv_heads: int, head_dim: int, device: torch.dev
         exact = backward(flex_attention, case, wide)()
     largest, seconds = [], []
     # Torch is first. If its tiles do not fit, the check starts again, and nothing of flashtune was compiled.
-    for function in (torch_function(name, small), flashtune.flex_attention):
+    for function in (torch_function(name, small, backend), flashtune.flex_attention):
         torch.cuda.synchronize()
         started = time.perf_counter()
         gradients = backward(function, case, tensors)()
