@@ -138,7 +138,9 @@ def _errors(
         if functions.kinds[place] is Kind.FLOAT:
             node = functions.nodes[place]
             operands, own = ([known[operand] for operand in node.operands] for known in (results, errors))
-            errors[place] = of_score if node.op is Op.SCORE else _error(node, value, operands, own)
+            error = of_score if node.op is Op.SCORE else _error(node, value, operands, own)
+            # An infinite result has no error, and that of its operands may be infinite.
+            errors[place] = torch.where(value.isinf(), 0.0, error)
     return errors
 
 
@@ -206,7 +208,10 @@ def _error(node: Node, result: Tensor, operands: list[Tensor], errors: list[Tens
         case Op.NEGATE | Op.ABS:
             return errors[0]
         case Op.MINIMUM | Op.MAXIMUM:
-            return torch.maximum(*errors)
+            (first, other), (of_first, of_other) = operands, errors
+            selected = torch.where(result == first, of_first, of_other)
+            is_clear = (first - other).abs() > ROUNDOFF * (of_first + of_other)
+            return torch.where(is_clear, selected, torch.maximum(of_first, of_other))
         case Op.WHERE:
             return torch.where(operands[0], errors[1], errors[2])
     return torch.zeros_like(size)

@@ -61,7 +61,7 @@ def _parts(work: Work, term: TableTerm, scores: Tensor) -> tuple[Tensor, ...]:
         torch.where(seen, part.expand(shape), 0.0) for part in (term.slope, term.errors.to(scores.dtype))
     )
     value = biased * slope
-    # Kernels round derivatives that are nearly 0, and multiply them by the errors of dS too.
+    # An exact derivative may be 0 where that of a kernel is not: its rounding error counts too.
     size = slope.abs() + FLOAT32_ROUNDOFF * rounding
     spread = weight * squared(value) + squared(least * size)
     spread = spread + squared(FLOAT32_ROUNDOFF * biased * rounding)

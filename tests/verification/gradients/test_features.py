@@ -45,20 +45,36 @@ def test_correct_gradients_pass(monkeypatch: pytest.MonkeyPatch, name: str) -> N
     assert refused(monkeypatch, a_problem(dtype=dtype, **MASKS[name]), dlse=turn % 2 == 0) == []
 
 
+GATES = torch.rand(65)
+
+
+def tolerances(score: Callable[..., Any], probe: Probe) -> dict[str, Any]:
+    """The exact gradients and their tolerances for a causal mask and a score function of GATES."""
+    functions = trace(score, lambda b, h, q, k: q >= k).functions.with_gradients([0])
+    problem = a_problem(functions=functions, causal=Causal.NONE, seqlen_q=65, seqlen_kv=65)
+    case = Case(problem=problem, probe=probe, block=16, scale=1.0)
+    return prepare(case, Alignment.EIGHT, torch.device("cpu"), 7, False).expected.gradients
+
+
 def test_saturated_derivatives_of_single_keys_have_a_tolerance() -> None:
     # The gradient of a gate is P * (dP - delta) * score * (1 - tanh^2). Query 0 sees one key, so that the
     # second factor is 0, and so is the last one. Kernels round both.
-    gates = torch.rand(65)
+    gradients = tolerances(lambda s, b, h, q, k: torch.tanh(s * GATES[q]), Probe.FAR_BELOW)
+    assert gradients["dtables"].exact[0].abs() < 1e-12
+    assert gradients["dtables"].allowed[0] > FLOAT32_ROUNDOFF
 
-    def score(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
-        return torch.tanh(s * gates[q])
 
-    functions = trace(score, lambda b, h, q, k: q >= k).functions.with_gradients([0])
-    problem = a_problem(functions=functions, causal=Causal.NONE, seqlen_q=65, seqlen_kv=65)
-    case = Case(problem=problem, probe=Probe.FAR_BELOW, block=16, scale=1.0)
-    gradient = prepare(case, Alignment.EIGHT, torch.device("cpu"), 7, False).expected.gradients["dtables"]
-    assert gradient.exact[0].abs() < 1e-12
-    assert gradient.allowed[0] > FLOAT32_ROUNDOFF
+INFINITE: dict[str, Callable[..., Any]] = {
+    "quotient": lambda s, b, h, q, k: s + GATES[q] * (1.0 / (q - k).abs()).clamp(max=1.0),
+    "logarithm": lambda s, b, h, q, k: s + GATES[q] * torch.log((q - k).abs()).clamp(min=-5.0),
+    "exponential": lambda s, b, h, q, k: s + torch.exp(50.0 * s * GATES[q]).clamp(max=1.0),
+}
+
+
+@pytest.mark.parametrize("name", INFINITE)
+def test_clamped_infinities_leave_tolerances_finite(name: str) -> None:
+    for gradient in tolerances(INFINITE[name], Probe.RANDOM).values():
+        assert gradient.allowed.isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [Dtype.BF16, Dtype.FP32])
