@@ -165,31 +165,16 @@ def kernel_of_source(
     family: Family, problem: Problem, config: Config, specialization: Specialization, source: str
 ) -> Kernel:
     """Returns the kernel of a family from its rendered source."""
-    arguments = problem, config, specialization
     return Kernel(
         family=family.name,
         entry=family.name,
         source=source,
-        arguments=family.arguments(*arguments),
-        options=_compilable(family.options(config), problem),
+        arguments=family.arguments(problem, config, specialization),
+        options=family.options(config),
         specialization=specialization,
-        prologue=_compilable_step(family.prologue(*arguments), problem),
-        epilogue=_compilable_step(family.epilogue(*arguments), problem),
+        prologue=family.prologue(problem, config, specialization),
+        epilogue=family.epilogue(problem, config, specialization),
     )
-
-
-def _compilable(options: LaunchOptions, problem: Problem) -> LaunchOptions:
-    """Returns options without a pipeline if scores select elements of captured tensors.
-
-    Triton 3.6 moves loads to earlier stages, and fails on Hopper if one depends on a product.
-    """
-    return msgspec.structs.replace(options, num_stages=1) if problem.functions.select_by_score else options
-
-
-def _compilable_step(step: Step | None, problem: Problem) -> Step | None:
-    if step is None:
-        return None
-    return msgspec.structs.replace(step, options=_compilable(step.options, problem))
 
 
 def unsupported_reason(

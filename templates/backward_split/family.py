@@ -19,6 +19,7 @@ from flashtune.templates.common.args.backward_portable import (
 from flashtune.templates.common.args.feature_context import FEATURES
 from flashtune.templates.common.args.portable_context import refusal
 from flashtune.templates.common.model.sram import backward_chunks, widest_tile
+from flashtune.templates.common.pipeline import stages_of
 from flashtune.templates.common.precision import input_precisions
 from flashtune.templates.family import Arguments, Context, FamilyOf
 
@@ -71,11 +72,11 @@ class BackwardSplit(SplitModel, FamilyOf[SplitConfig]):
             block_m=min(block_m, SMALL_SIDE) if problem.block_mask else block_m,
             block_n=min(block_n, largest),
             num_warps=num_warps if block_n <= largest else SMALL_WARPS,
-            num_stages=num_stages,
+            num_stages=stages_of(problem, num_stages),
             dq_block_m=min(dq_block_m, largest),
             dq_block_n=min(dq_block_n, largest),
             dq_warps=dq_warps if dq_block_m <= largest else SMALL_WARPS,
-            dq_stages=dq_stages,
+            dq_stages=stages_of(problem, dq_stages),
             # If only the last block is masked, one loop is as fast and needs fewer registers.
             split_masked_loop=masked and width <= 256,
             lpt=problem.causal is not Causal.NONE,

@@ -12,6 +12,7 @@ from flashtune.templates.common.model.sram_backward import (
     fits_warps,
     is_narrow,
 )
+from flashtune.templates.common.pipeline import stage_axis
 from flashtune.templates.common.precision import InputPrecision, float32_width, precision_axis
 
 
@@ -62,11 +63,11 @@ def split_space(problem: Problem, target: Target) -> Space:
         Axis("block_m", _up_to(largest, walked)),
         Axis("block_n", _up_to(largest, held)),
         Axis("num_warps", (4, 8)),
-        Axis("num_stages", (1, 2, 3)),
+        stage_axis(problem, (1, 2, 3)),
         Axis("dq_block_m", _up_to(largest, held)),
         Axis("dq_block_n", _up_to(largest, walked)),
         Axis("dq_warps", (4, 8)),
-        Axis("dq_stages", (1, 2, 3) if wide or target.sram_per_block < SMALL_SRAM else (2, 3)),
+        stage_axis(problem, (1, 2, 3) if wide or target.sram_per_block < SMALL_SRAM else (2, 3), "dq_stages"),
         Axis("split_masked_loop", (True, False), False),
         Axis("split_head_dim", (False, True) if may_split(problem) else (False,)),
         Axis("lpt", (False, True) if problem.causal is not Causal.NONE else (False,)),

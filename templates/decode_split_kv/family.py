@@ -27,6 +27,7 @@ from flashtune.templates.common.args.feature_context import (
 )
 from flashtune.templates.common.args.portable_context import portable_values
 from flashtune.templates.common.model.sram import power_of_two, widest_tile
+from flashtune.templates.common.pipeline import stages_of
 from flashtune.templates.decode_split_kv.perf_model import (
     DecodeModel,
     converts_for_tensor_memory,
@@ -111,6 +112,7 @@ class DecodeSplitKV(DecodeModel, FamilyOf[DecodeConfig]):
         of the time of long kernels. An early start was not timed with pages.
         """
         tiles = _default_tiles(problem, target)
+        tiles = msgspec.structs.replace(tiles, num_stages=stages_of(problem, tiles.num_stages))
         spread = (tiles, *self.schedule_variants(problem, tiles, target))
         best = min(spread, key=lambda config: (self.makespan_ms(problem, config, target), config.num_splits))
         early = msgspec.structs.replace(best, early_start=True)

@@ -11,6 +11,7 @@ from flashtune.core.kernel import Alignment, Specialization
 from flashtune.core.problem import Problem
 from flashtune.core.target import Target
 from flashtune.templates.common.model.sram import Chunk, columns, head_chunks, is_exact, power_of_two
+from flashtune.templates.common.pipeline import stage_axis
 
 Splits = Annotated[int, msgspec.Meta(ge=1, le=256)]
 
@@ -65,7 +66,7 @@ def decode_space(problem: Problem, target: Target) -> Space:
         Axis("block_m", tuple(rows for rows in ROWS if rows < 2 * group_rows(problem) or rows == ROWS[0])),
         Axis("block_n", (16, 32, 64) if problem.dtype.is_float32 else (32, 64, 128, 256)),
         Axis("num_warps", (2, 4, 8)),
-        Axis("num_stages", (1, 2, 3) if problem.dtype.is_float32 else (2, 3, 4, 5)),
+        stage_axis(problem, (1, 2, 3) if problem.dtype.is_float32 else (2, 3, 4, 5)),
         Axis("num_splits", splits),
         Axis("split_head_dim", (False, True) if odd_width else (False,)),
         Axis(

@@ -272,12 +272,8 @@ def _exponentials(problem: Problem) -> float:
 def _function_exponentials(problem: Problem) -> float:
     """Returns those of a score function. The mask function is evaluated in few blocks."""
     functions = problem.functions
-    needed = functions.needed(functions.score)
-    of_score = {place for place in needed if functions.nodes[place].op is Op.SCORE}
     # Other operations do not depend on the score, and often not on keys.
-    for place in needed:
-        if of_score & set(functions.nodes[place].operands):
-            of_score.add(place)
+    of_score = functions.of_score.intersection(functions.needed(functions.score))
     return sum(
         FUNCTION_EXPONENTIALS.get(functions.nodes[place].op, OPERATION_EXPONENTIALS) for place in of_score
     )

@@ -24,6 +24,7 @@ from flashtune.templates.common.args.portable_context import portable_values, re
 from flashtune.templates.common.model.splits import split_values
 from flashtune.templates.common.model.sram import head_chunks, widest_tile
 from flashtune.templates.common.model.traffic import mean_queries
+from flashtune.templates.common.pipeline import stages_of
 from flashtune.templates.common.precision import float32_width, input_precisions
 from flashtune.templates.family import Arguments, Context, FamilyOf
 from flashtune.templates.forward_masked.perf_model import MaskedModel, split_variants
@@ -83,7 +84,7 @@ class ForwardMasked(MaskedModel, FamilyOf[MaskedConfig]):
             block_m=block_m,
             block_n=block_n,
             num_warps=warps,
-            num_stages=stages,
+            num_stages=stages_of(problem, stages),
             lpt=problem.causal is not Causal.NONE and not near,
             input_precision=input_precisions(problem, target)[-1],
         )

@@ -5,6 +5,7 @@ from flashtune.core.problem import Causal, Problem
 from flashtune.core.target import Target
 from flashtune.templates.common.model.splits import TILES_PER_SM, Splits, count_tiles, split_counts
 from flashtune.templates.common.model.sram import Chunk, columns, masked_chunks, may_split
+from flashtune.templates.common.pipeline import stage_axis
 from flashtune.templates.common.precision import InputPrecision, precision_axis
 
 
@@ -46,7 +47,7 @@ def masked_space(problem: Problem, target: Target) -> Space:
         Axis("block_m", tuple(rows for rows in block_m if rows <= largest)),
         Axis("block_n", tuple(keys for keys in block_n if keys <= largest)),
         Axis("num_warps", (4, 8)),
-        Axis("num_stages", (1, 2, 3) if wide else (1, 2, 3, 4)),
+        stage_axis(problem, (1, 2, 3) if wide else (1, 2, 3, 4)),
         Axis("split_masked_loop", (True, False), False),
         Axis("split_head_dim", (False, True) if may_split(problem) else (False,)),
         Axis("lpt", (False, True) if _ends_differ(problem) else (False,)),
