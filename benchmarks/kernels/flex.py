@@ -143,19 +143,22 @@ def main() -> None:
         print(line(row), flush=True)
         if options.save:
             save(options.save, rows)
+    if not rows:
+        raise SystemExit("no shape has a result")
     print(summary(rows))
     raise SystemExit(not all(row.is_right for row in rows))
 
 
 def measured_rows(measured: Callable[..., Measured], options: argparse.Namespace) -> Iterator[Measured]:
-    """Returns the rows of the requested shapes, and prints the errors of those that FLASH refuses."""
+    """Yields the rows of the requested shapes, and prints the errors of those that FLASH does not compile."""
     for shape in shapes_of(options):
+        if options.backend == AUTO:
+            yield fitting(measured, shape)
+            continue
         try:
-            yield fitting(functools.partial(measured, backend=options.backend), shape)
-        except (RuntimeError, AssertionError) as error:
-            if options.backend != FLASH:
-                raise
-            print(f"{shape}: no result: {type(error).__name__} {first_line(error)}", flush=True)
+            yield measured(*shape, backend=options.backend)
+        except InductorError as error:
+            print(f"{shape}: no result: {first_line(error)}", flush=True)
 
 
 def fitting(measured: Callable[..., Measured], shape: tuple[object, ...]) -> Measured:
@@ -212,7 +215,9 @@ def compiled(small: bool, *, autotuned: bool = False, backend: str = AUTO) -> Fu
     """Returns torch's compiled function, with small tiles or the fastest of its tiles if requested."""
     mode = "max-autotune-no-cudagraphs" if autotuned else None
     function: Function = torch.compile(flex_attention, dynamic=False, mode=mode)
-    return functools.partial(function, kernel_options={"BACKEND": backend, **(SMALL_TILES if small else {})})
+    if backend == FLASH:
+        return functools.partial(function, kernel_options={"BACKEND": FLASH})
+    return functools.partial(function, kernel_options=SMALL_TILES) if small else function
 
 
 @functools.cache

@@ -46,7 +46,7 @@ class Case(NamedTuple):
     queries: int | None = None  # The length of the run if None.
     keys: int | None = None
     block_mask: Any = None  # Instead of one of `mask`.
-    # Computes the same in the reference. Uncompiled, torch calls an operator of a library for each score.
+    # An equal function for the reference. Uncompiled, torch calls a custom operator for each score.
     plain: Callable[..., Any] | None = None
 
 
