@@ -96,6 +96,10 @@ def _ratios(name: str) -> list[float]:
     return [theirs["ms"] / ours["ms"] for ours, theirs in pairs]
 
 
+def _flex_mean(name: str) -> str:
+    return f"{statistics.geometric_mean(row['speedup'] for row in result(name)['rows']):.2f}"
+
+
 def _host_us(contestant: str) -> float:
     return statistics.median(float(row["host_us"]) for row in _rows("bench", contestant))
 
@@ -150,6 +154,8 @@ def _mutants_of(*families: str) -> str:
 FIGURES: dict[str, Callable[[], str]] = {
     "backward-least": lambda: f"{min(_ratios('backward')):.2f}",
     "backward-most": lambda: f"{max(_ratios('backward')):.2f}",
+    "flex-mean": lambda: _flex_mean("flex"),
+    "flex-flash-mean": lambda: _flex_mean("flex-flash"),
     "bench-versions": lambda: _versions("bench"),
     "bench-date": lambda: str(sources()["benchmarks/results/nvidia-h200-bench.json.gz"].date),
     "bench-tokens": _tokens,
