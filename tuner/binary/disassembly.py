@@ -67,9 +67,10 @@ def run_tool(*command: str) -> str:
         fault = written_folder_fault()
         if fault:
             raise MachineError(fault) from error
-        raise KernelError(
-            f"{Path(command[0]).name} failed ({type(error).__name__}): reinstall triton"
-        ) from error
+        name = Path(command[0]).name
+        if isinstance(error, subprocess.CalledProcessError) and error.stderr:
+            raise KernelError(f"{name} failed: {error.stderr.strip().splitlines()[-1]}") from error
+        raise KernelError(f"{name} failed ({type(error).__name__}): reinstall triton") from error
     return done.stdout + done.stderr
 
 

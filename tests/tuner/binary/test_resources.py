@@ -1,5 +1,6 @@
 """Tests of the resources of compiled kernels and their occupancy."""
 
+import sys
 from pathlib import Path
 
 import msgspec
@@ -7,7 +8,7 @@ import pytest
 
 from flashtune import testing
 from flashtune.core.config import LaunchOptions
-from flashtune.core.errors import MachineError
+from flashtune.core.errors import KernelError, MachineError
 from flashtune.core.kernel import Kernel, Specialization
 from flashtune.core.record import Resources
 from flashtune.core.target import find_target
@@ -91,6 +92,11 @@ def test_missing_tool_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(knobs, "nvidia", Lacking())
     with pytest.raises(MachineError, match="this installation of Triton has no cuobjdump: reinstall triton"):
         disassembly.dump(b"", "--dump-sass")
+
+
+def test_errors_of_tools_are_reported() -> None:
+    with pytest.raises(KernelError, match="failed: no instruction"):
+        disassembly.run_tool(sys.executable, "-c", "raise SystemExit('in a file:\\nno instruction')")
 
 
 @pytest.mark.parametrize(
