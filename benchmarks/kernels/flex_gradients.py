@@ -7,8 +7,7 @@ Gradients of q, k, v and captured tensors are first compared with torch's uncomp
 1000 queries and keys. The error may be twice that of torch's compiled function. The first call of both passes
 is timed there, with its compilation. A kernel that another row or Triton's cache on disk has is not compiled
 again. Then backward passes are interleaved in random order, with a cold L2 before each. Times are medians.
-Shapes have 16k tokens in bf16.
-With --backend FLASH, torch's function uses FlashAttention-4, as in flex.py.
+Shapes have 16k tokens in bf16. With --backend FLASH, torch's function uses FlashAttention-4, as in flex.py.
 Block masks have random blocks of 64 or 128, of which a share is visible: those of flashtune, and of torch
 with a function. Needs a GPU.
 """

@@ -16,6 +16,8 @@ COMPARED = (Op.LESS, Op.LESS_EQUAL, Op.EQUAL, Op.NOT_EQUAL)
 # Captured tensors: a number of each head, numbers of each head and index, and one number.
 SIZES: tuple[tuple[int, ...], ...] = ((5,), (5, 7), ())
 INTS, FLOATS = (4,), (1.5,)
+# Seeds of masks that the last bit of a device's function decides: 1 <= erf(3.8), tanh(sin(t)) < t.
+UNDECIDED = frozenset({83, 159})
 # Integers stay below this bound, so that no product exceeds 32 bits.
 LARGEST = 61
 

@@ -248,7 +248,9 @@ SHIPPED_KERNELS = [
     if record.family in ("forward_hopper", "backward_hopper")
 ]
 # The most bytes that a shipped kernel of a family spills.
-SPILLED = {"forward_hopper": 80, "backward_hopper": 80}
+SPILLED = {"forward_hopper": 80, "backward_hopper": 24}
+# The fastest config of this problem that was measured on an H200 spills more.
+SPILLED_MORE = {"backward_bf16_d64_h16x16_b8_q1024_k1024_none_bias-additive": 80}
 
 
 def test_shipped_kernels_have_no_serialised_products_and_spill_few_bytes() -> None:
@@ -257,4 +259,5 @@ def test_shipped_kernels_have_no_serialised_products_and_spill_few_bytes() -> No
     for gpu, record in SHIPPED_KERNELS:
         assert record.resources is not None
         assert not record.resources.serialized_wgmma, (gpu, record.problem.key)
-        assert record.resources.spill_bytes <= SPILLED[record.family], (gpu, record.problem.key)
+        most = SPILLED_MORE.get(record.problem.key, SPILLED[record.family])
+        assert record.resources.spill_bytes <= most, (gpu, record.problem.key)
