@@ -6,16 +6,12 @@ Every folder here with a `family.py` is a family. Records of another version mus
 import functools
 import hashlib
 import importlib
-import pkgutil
 import re
 from importlib import resources
 
-import flashtune.templates as room
 from flashtune.core.canonical_source import canonical_template
 from flashtune.core.errors import TableError, nearest, quoted
 from flashtune.templates.family import Family
-
-SHARED = "common"
 
 PACKAGE = "flashtune.templates"
 TEMPLATE = "kernel.py.jinja"
@@ -25,9 +21,14 @@ IMPORT = re.compile(r'{%-? (?:from|import|include) "([\w/.-]+)"')
 
 @functools.cache
 def family_names() -> tuple[str, ...]:
-    """Returns the names of all families, without importing them."""
-    folders = (module.name for module in pkgutil.iter_modules(room.__path__) if module.ispkg)
-    return tuple(sorted(name for name in folders if name != SHARED))
+    """Returns the names of all families, without importing them.
+
+    Raises:
+        OSError: The folder cannot be listed.
+    """
+    # pkgutil.iter_modules returns nothing if the folder cannot be listed.
+    folders = resources.files(PACKAGE).iterdir()
+    return tuple(sorted(folder.name for folder in folders if folder.joinpath("family.py").is_file()))
 
 
 @functools.cache

@@ -25,6 +25,8 @@ from flashtune.core.errors import FlashtuneError, MachineError, nearest, quoted
 INTERRUPTED = 128
 # Errors of an open file that cannot be written: a full disk or quota, a file over its limit, a broken device.
 UNWRITABLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
+# Any use of a file may meet these.
+EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 
 # Sections of the list of commands, with names and one line of help each. Command NAME is the attribute
 # `command` of the module that `module_name` returns.
@@ -143,10 +145,11 @@ class CommandGroup(click.Group):
                 return super().invoke(ctx)
         except FlashtuneError as error:
             raise Failure(error) from error
-        except (MemoryError, ImportError, RuntimeError) as error:
+        except (MemoryError, ImportError, RuntimeError, OSError) as error:
             from flashtune.core.machine import machine_fault
 
-            fault = machine_fault(error)
+            known = not isinstance(error, OSError) or error.errno in EXHAUSTED
+            fault = machine_fault(error) if known else None
             if fault is None:
                 raise
             raise Failure(MachineError(fault)) from error
