@@ -102,11 +102,6 @@ class Reader:
         question = _question(BOTH, "", order="chosen.place, ")
         return tuple(self._records(self._query(question, {}, True)))
 
-    def check(self, digest: str, target: str, versions: Versions) -> bool | None:
-        """Returns whether a kernel passed a self-check under versions that run it alike; None without one."""
-        check = self.remembered(digest, target, versions)
-        return check.verdict.passed if check else None
-
     def remembered(self, digest: str, target: str, versions: Versions) -> Check | None:
         """Returns the latest self-check of a kernel under versions that run it alike, None without one.
 

@@ -202,9 +202,10 @@ def _of_kernel(key: KernelKey, decision: Decision, request: Request) -> Explanat
         instead = msgspec.structs.replace(decision, selection=tuned, reason=reason)
         return _of_kernel(key, instead, request)
     if is_proven is False and request.prefer is Prefer.FASTEST:
+        failed = checks.failed_comparison(kernel, decision.target)
         refused = Decision(
             baseline(request),
-            "the selected kernel failed its self-check here",
+            f"the selected kernel failed its self-check here ({failed})",
             decision.target,
             decision.selection,
         )

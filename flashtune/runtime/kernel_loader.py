@@ -81,8 +81,10 @@ class KernelLoader:
         with self.checks.preloading(task):
             binary = self.binaries.of(kernel, target, key.device)
         if not self.checks.passes(task, binary):
+            failed = self.checks.failed_comparison(kernel, target)
             raise VerificationError(
-                f"the {record.family} kernel for {key.problem.key} failed its self-check on {target.name}"
+                f"the {record.family} kernel for {key.problem.key} failed its self-check on {target.name} "
+                f"({failed})"
             )
         return LoadedKernel(kernel, target, binary)
 

@@ -58,8 +58,9 @@ class SelfChecks:
         """
         self._check, self._preload = check, preload
         self._folder = folder
-        # Verdicts that this process computed or read, by (digest, target's name).
-        self._verdicts: dict[tuple[str, str], bool] = {}
+        # Verdicts that this process computed or read, by (digest, target's name). None is a pass for the
+        # shipped table.
+        self._verdicts: dict[tuple[str, str], Verdict | None] = {}
         # Kinds of checks whose modules and CUDA kernels this process has preloaded.
         self._preloaded: dict[tuple[Direction, Dtype, frozenset[Feature]], bool] = {}
         # The digests and versions of the kernels that were verified for the shipped table, by target's name.
@@ -76,14 +77,20 @@ class SelfChecks:
         if key not in self._verdicts:
             here = current_versions(kernel.family)
             reader = open_reader()
-            passed = reader.check(kernel.digest, target.name, here) if reader else None
             # A failure on this machine overrides a pass on another one.
-            if passed is None and (kernel.digest, here.makers) in self._shipped_receipts(target.name):
-                passed = True
-            if passed is None:
+            if check := reader and reader.remembered(kernel.digest, target.name, here):
+                keep(self._verdicts, key, check.verdict)
+            elif (kernel.digest, here.makers) in self._shipped_receipts(target.name):
+                keep(self._verdicts, key, None)
+            else:
                 return None
-            keep(self._verdicts, key, passed)
-        return self._verdicts[key]
+        verdict = self._verdicts[key]
+        return verdict is None or verdict.passed
+
+    def failed_comparison(self, kernel: Kernel, target: Target) -> str:
+        """Returns the first failed comparison of a kernel that `passes` refused, with its error."""
+        verdict = self._verdicts.get((kernel.digest, target.name))
+        return verdict.failed if verdict else ""
 
     def _shipped_receipts(self, target_name: str) -> frozenset[tuple[str, tuple[str, ...]]]:
         from flashtune.db.table import shipped_table
@@ -123,7 +130,7 @@ class SelfChecks:
             start = time.perf_counter()
             result = run(*task, Level.QUICK, compiled=compiled)
             seconds = time.perf_counter() - start
-            keep(self._verdicts, (kernel.digest, target.name), result.passed)
+            keep(self._verdicts, (kernel.digest, target.name), result)
             _remember(kernel, target, result, seconds)
         return result.passed
 

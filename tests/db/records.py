@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from flashtune import testing
-from flashtune.core.record import Record, Resources
+from flashtune.core.record import Record, Resources, Versions
 from flashtune.db.light.reader import Reader, open_reader
 from tests.support import records
 from tests.support.records import DIGEST, VERSIONS
@@ -31,3 +31,9 @@ def reader_of(database: Path | str) -> Reader:
     reader = open_reader(str(database))
     assert reader is not None
     return reader
+
+
+def passed_check(reader: Reader, digest: str, target: str, versions: Versions) -> bool | None:
+    """Returns whether a kernel passed the self-check that a database has of it; None without one."""
+    check = reader.remembered(digest, target, versions)
+    return None if check is None else check.verdict.passed

@@ -13,7 +13,7 @@ from flashtune.db.errors import UnreadableRecord
 from flashtune.db.location import sqlite_path
 from flashtune.db.store import MergeCounts, Store, open_store
 from flashtune.db.table import TunedTable
-from tests.db.records import make_problem, make_record, reader_of
+from tests.db.records import make_problem, make_record, passed_check, reader_of
 from tests.support.records import VERSIONS, shipped_table_of
 
 
@@ -104,7 +104,7 @@ def test_existing_checks_are_not_replaced(store: Store, other: Path) -> None:
         source.remember_check(check("b", passed=True))
     assert store.merge_from(str(other)).checks_added == 1
     reader = reader_of(store.url)
-    answers = [reader.check(digest * 32, "nvidia-h200", make_record().versions) for digest in "ab"]
+    answers = [passed_check(reader, digest * 32, "nvidia-h200", make_record().versions) for digest in "ab"]
     assert answers == [False, True]
 
 

@@ -21,7 +21,7 @@ from flashtune.db.light.bootstrap import check_tables
 from flashtune.db.light.reader import open_reader
 from flashtune.db.light.self_checks import remember_check
 from flashtune.db.store import Store, open_store
-from tests.db.records import make_problem, make_record, reader_of
+from tests.db.records import make_problem, make_record, passed_check, reader_of
 
 TARGET = "nvidia-h200"
 
@@ -144,14 +144,14 @@ def test_store_opens_a_database_created_by_a_check(path: Path) -> None:
     check = make_check()
     remember_check(check, str(path))
     reader = reader_of(path)
-    assert reader.check(check.digest, TARGET, VERSIONS) is True
+    assert passed_check(reader, check.digest, TARGET, VERSIONS) is True
     assert reader.remembered(check.digest, TARGET, VERSIONS) == check
     assert reader.remembered("b" * 32, TARGET, VERSIONS) is None
     with open_store(str(path)) as store:
         store.remember_check(make_check(passed=False, seconds=None))
-    assert reader.check(check.digest, TARGET, VERSIONS) is False
+    assert passed_check(reader, check.digest, TARGET, VERSIONS) is False
     remember_check(check, str(path))
-    assert reader.check(check.digest, TARGET, VERSIONS) is True
+    assert passed_check(reader, check.digest, TARGET, VERSIONS) is True
 
 
 def test_concurrent_creation_loses_no_checks(path: Path) -> None:
@@ -171,7 +171,7 @@ def test_concurrent_creation_loses_no_checks(path: Path) -> None:
         thread.join()
     assert not failures
     reader = reader_of(path)
-    assert all(reader.check(digest, TARGET, VERSIONS) for digest in digests)
+    assert all(passed_check(reader, digest, TARGET, VERSIONS) for digest in digests)
 
 
 def test_tables_cannot_change_between_their_check_and_the_write(
@@ -204,4 +204,6 @@ def test_a_check_counts_under_versions_that_run_the_kernel_alike(path: Path) -> 
         ({"triton": "99.0"}, None),
         ({"template": "f" * 32}, None),
     ):
-        assert reader.check("a" * 32, TARGET, msgspec.structs.replace(stored, **change)) is expected, change
+        assert (
+            passed_check(reader, "a" * 32, TARGET, msgspec.structs.replace(stored, **change)) is expected
+        ), change

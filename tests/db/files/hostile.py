@@ -14,7 +14,7 @@ from flashtune.db.creation import source_engine, upgrade
 from flashtune.db.light.self_checks import remember_check
 from flashtune.db.location import database_url
 from flashtune.db.store import MergeCounts, open_store
-from tests.db.records import reader_of
+from tests.db.records import passed_check, reader_of
 
 TARGET = "nvidia-h200"
 
@@ -43,7 +43,7 @@ def refused(path: Path, reason: str) -> None:
     before = path.read_bytes()
     for use in (
         lambda: reader_of(path).selections(TARGET),
-        lambda: reader_of(path).check(CHECK.digest, TARGET, CHECK.versions),
+        lambda: passed_check(reader_of(path), CHECK.digest, TARGET, CHECK.versions),
         lambda: remember_check(CHECK, str(path)),
         lambda: open_store(str(path)),
         lambda: upgrade(str(path)),

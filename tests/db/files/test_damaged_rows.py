@@ -18,7 +18,7 @@ from flashtune.db.light.self_checks import remember_check
 from flashtune.db.limits import Deadline, restrict, statement_seconds
 from flashtune.db.store import open_store
 from tests.db.files.hostile import CHECK, TARGET, execute, merge_into, refused, repeat_rows
-from tests.db.records import make_problem, make_record, reader_of
+from tests.db.records import make_problem, make_record, passed_check, reader_of
 
 NOT_UTF8 = "CAST(x'ff' AS TEXT)"
 
@@ -68,7 +68,7 @@ def test_damaged_payload_skips_its_row(damaged: Path, payload: str, reason: str)
         assert reader.selection(lost.problem.key, TARGET) is None
     assert reader.selection(whole.problem.key, TARGET) == whole
     with pytest.warns(UnreadableRecord, match="a self-check of .* was skipped: invalid "):
-        assert reader.check(CHECK.digest, TARGET, CHECK.versions) is None
+        assert passed_check(reader, CHECK.digest, TARGET, CHECK.versions) is None
     with pytest.warns(UnreadableRecord, match=reason):
         counts = merge_into(damaged.with_name("ours.sqlite"), damaged)
     assert (counts.records_added, counts.selections_added, counts.checks_added) == (1, 1, 0)
@@ -102,7 +102,7 @@ def test_other_columns_that_are_not_utf8_are_merged(damaged: Path) -> None:
     ours = damaged.with_name("ours.sqlite")
     counts = merge_into(ours, damaged)
     assert (counts.records_added, counts.selections_added, counts.checks_added) == (2, 2, 1)
-    assert reader_of(ours).check(CHECK.digest, TARGET, CHECK.versions) is True
+    assert passed_check(reader_of(ours), CHECK.digest, TARGET, CHECK.versions) is True
 
 
 READ = """
@@ -159,7 +159,7 @@ def test_value_that_is_too_large_is_skipped_without_a_limit_of_the_database(
             with pytest.warns(UnreadableRecord, match=reason):
                 assert read()[0].record == whole
     with pytest.warns(UnreadableRecord, match=f"a self-check of .* was skipped: {reason}"):
-        assert reader.check(CHECK.digest, TARGET, CHECK.versions) is None
+        assert passed_check(reader, CHECK.digest, TARGET, CHECK.versions) is None
     with pytest.warns(UnreadableRecord, match=reason) as caught:
         counts = merge_into(damaged.with_name("ours.sqlite"), damaged)
     assert (counts.records_added, counts.selections_added, counts.checks_added) == (1, 1, 0)

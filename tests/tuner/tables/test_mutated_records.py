@@ -120,7 +120,6 @@ def read_all(path: Path) -> list[Record]:
     check = a_check()
     reader = open_reader(str(path))
     assert reader is not None
-    attempt(lambda: reader.check(check.digest, TARGET, check.versions), "check")
     attempt(lambda: reader.remembered(check.digest, TARGET, check.versions), "remembered")
     attempt(lambda: reader.selection(base_records()[0].problem.key, TARGET), "selection")
     return [*reader.selections(TARGET), *reader.fallbacks(TARGET)]
