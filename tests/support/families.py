@@ -1,9 +1,8 @@
 """Fixtures that replace what ships: `native` a Gluon family of one GPU, `ship` the tuned tables."""
 
-import pkgutil
 import shutil
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from importlib import resources
 from pathlib import Path
 
@@ -32,9 +31,9 @@ class Folders:
         paths = [folder.joinpath(*parts) for folder in self._folders]
         return next((path for path in paths if path.exists()), paths[0])
 
-
-def _without_shipped(path: Iterable[str]) -> Iterator[pkgutil.ModuleInfo]:
-    return (module for module in pkgutil.iter_modules(path) if module.name != SHIPPED)
+    def iterdir(self) -> Iterator[Path]:
+        paths = (path for folder in self._folders for path in folder.iterdir())
+        return (path for path in paths if path.name != SHIPPED)
 
 
 Ship = Callable[..., None]
@@ -71,8 +70,6 @@ def native(monkeypatch: pytest.MonkeyPatch, ship: Ship) -> Iterator[Family]:
         monkeypatch.setattr(module, "resources", everywhere)
     monkeypatch.setattr(room, "__path__", [*room.__path__, str(FOLDER)])
     monkeypatch.setattr(lookup, "DEFAULT_FAMILIES", (NAME, *lookup.DEFAULT_FAMILIES))
-    others = types.SimpleNamespace(iter_modules=_without_shipped)
-    monkeypatch.setattr(registry, "pkgutil", others)
     # The shipped tables name the family whose place is taken.
     ship()
     registry.family_names.cache_clear()
