@@ -63,7 +63,9 @@ NOT_INSTALLED = "none"
 TRITON_VERSION = re.compile(r"^__version__ = ['\"](.+)['\"]$", re.MULTILINE)
 PTXAS_RELEASE = re.compile(r"release (\d+\.\d+)")
 # Variables of Triton that change the machine code of a kernel, even the one that removes line information.
-CODE_VARIABLES = ("DISABLE_LLVM_OPT", "DISABLE_PTXAS_OPT", "TRITON_DISABLE_LINE_INFO")
+CODE_VARIABLES = ("DISABLE_LLVM_OPT", "DISABLE_PTXAS_OPT", "PTXAS_OPTIONS", "TRITON_DISABLE_LINE_INFO")
+# torch.compile sets this variable to the ptxas of torch's wheel, unless it is set.
+PTXAS_PATH = "TRITON_PTXAS_PATH"
 
 
 def machine_fault(error: BaseException) -> str | None:
@@ -280,7 +282,9 @@ def _fault(error: BaseException) -> str | None:
     if isinstance(error, RuntimeError) and "Failed to find C compiler" in text:
         return "Triton found no C compiler: install gcc or clang, or set CC"
     if isinstance(error, RuntimeError) and text.startswith("Cannot find ptxas"):
-        return "Triton's ptxas is missing or does not run: reinstall triton, or unset TRITON_PTXAS_PATH"
+        return f"Triton's ptxas is missing or does not run: reinstall triton, or unset {PTXAS_PATH}"
+    if isinstance(error, RuntimeError) and text.startswith("0 compatible backends"):
+        return "Triton found no backend for this GPU: reinstall triton, or raise the limit `ulimit -n`"
     if isinstance(error, RuntimeError) and "can't start new thread" in text:
         return f"no thread can be started for want of memory or of processes (`ulimit -u`): {FREE_MEMORY}"
     return None
@@ -403,11 +407,14 @@ def ptxas_version() -> str:
     """Returns the version of the ptxas that Triton runs for Hopper, without importing Triton.
 
     Variables that change its machine code are part of the version, so that no receipt covers that code.
-    Returns `none` if there is no such program.
+    Returns `none` if there is no such program. Sets `TRITON_PTXAS_PATH` if it is unset, so that this process
+    and its workers go on with this ptxas.
     """
     changes = [f" {name}={value}" for name in CODE_VARIABLES if (value := variable(name))]
     spec = importlib.util.find_spec("triton")
     folders = (spec and spec.submodule_search_locations) or ()
+    for folder in folders:
+        os.environ.setdefault(PTXAS_PATH, f"{folder}/backends/nvidia/bin/ptxas")
     # From 3.9 on, Triton compiles for Hopper by the program that was for newer GPUs alone.
     is_newer = tuple(map(int, re.findall(r"\d+", triton_version())[:2])) >= (3, 9)
     program = "ptxas-blackwell" if is_newer else "ptxas"

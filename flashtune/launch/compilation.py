@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from flashtune.core.errors import KernelError, MachineError
 from flashtune.core.files import read_own, replace_file
 from flashtune.core.locks import ModuleLock
-from flashtune.core.machine import KERNELS, cache_folder, machine_errors, unwritable
+from flashtune.core.machine import KERNELS, cache_folder, machine_errors, ptxas_version, unwritable
 
 if TYPE_CHECKING:
     from triton.compiler import ASTSource, CompiledKernel
@@ -123,13 +123,10 @@ def hash_compiler() -> None:
 
 def compile_kernel(kernel: Kernel, target: Target) -> CompiledKernel:
     """Returns the binary of a kernel for a target, from Triton's cache if possible. Needs no GPU."""
-    import triton
-
-    function = getattr(load_module(kernel), kernel.entry)
-    source = _source(function, kernel)
+    source = _source(getattr(load_module(kernel), kernel.entry), kernel)
     try:
         with machine_errors():
-            return triton.compile(source, target=target.triton_target(), options=_options(kernel, target))
+            return compile_source(source, target, _options(kernel, target))
     except MachineError:
         raise
     except Exception as error:  # the compiler raises many types, from RuntimeError to its own
@@ -138,16 +135,36 @@ def compile_kernel(kernel: Kernel, target: Target) -> CompiledKernel:
 
 def is_compiled(kernel: Kernel, target: Target) -> bool:
     """Whether Triton's cache has the binary of a kernel for a target."""
-    import triton
-
     source = _source(getattr(load_module(kernel), kernel.entry), kernel)
     # Triton looks this stage up after the cache and before it compiles.
     source.ext = NO_STAGE
     try:
-        triton.compile(source, target=target.triton_target(), options=_options(kernel, target))
+        compile_source(source, target, _options(kernel, target))
     except Exception:  # noqa: BLE001 - of many types; the compilation raises it again
         return False
     return True
+
+
+def compile_source(source: ASTSource, target: Target, options: dict[str, Any]) -> CompiledKernel:
+    """Returns the binary of Triton's source for a target, from Triton's cache if possible."""
+    import triton
+
+    if target.is_nvidia:
+        _match_cache_keys(target.triton_target().arch)
+    return triton.compile(source, target=target.triton_target(), options=options)
+
+
+def _match_cache_keys(arch: int) -> None:
+    """Makes the keys of Triton's cache contain the version of the ptxas that runs.
+
+    Triton reads the version once, and the path of the program for each kernel. torch.compile may have set
+    another path in between.
+    """
+    from triton.backends.nvidia.compiler import get_ptxas, get_ptxas_version
+
+    ptxas_version()  # The first call keeps torch.compile from setting the path later.
+    if f"release {get_ptxas(arch).version}," not in get_ptxas_version(arch):
+        get_ptxas_version.cache_clear()
 
 
 def _origin(error: BaseException) -> BaseException:

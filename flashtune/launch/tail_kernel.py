@@ -14,7 +14,7 @@ from flashtune.core.errors import KernelError, MachineError
 from flashtune.core.layouts import DTYPES
 from flashtune.core.machine import machine_errors
 from flashtune.core.target import Target
-from flashtune.launch.compilation import first_line
+from flashtune.launch.compilation import compile_source, first_line
 
 # Columns that a program clears at once.
 COLUMNS = tl.constexpr(256)
@@ -45,7 +45,7 @@ def compile_clear(dtype: torch.dtype, target: Target) -> Any:
     options = {"num_warps": WARPS, "num_stages": 1}
     try:
         with machine_errors():
-            return triton.compile(source, target=target.triton_target(), options=options)
+            return compile_source(source, target, options)
     except MachineError:
         raise
     except Exception as error:  # the compiler raises many types

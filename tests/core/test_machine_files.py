@@ -110,12 +110,13 @@ def test_ptxas_of_newer_tritons_is_another_program(
     assert machine.ptxas_version.__wrapped__() == "99.1"
 
 
+@pytest.mark.parametrize(("name", "value"), [("TRITON_DISABLE_LINE_INFO", "1"), ("PTXAS_OPTIONS", "-O0")])
 def test_variable_that_changes_machine_code_is_part_of_the_version_of_ptxas(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str
 ) -> None:
     version = machine.ptxas_version.__wrapped__()
-    monkeypatch.setenv("TRITON_DISABLE_LINE_INFO", "1")
-    assert machine.ptxas_version.__wrapped__() == f"{version} TRITON_DISABLE_LINE_INFO=1"
+    monkeypatch.setenv(name, value)
+    assert machine.ptxas_version.__wrapped__() == f"{version} {name}={value}"
 
 
 def test_ptxas_without_permission_to_execute_is_reported(

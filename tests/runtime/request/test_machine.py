@@ -54,6 +54,7 @@ def of_c_compiler() -> RuntimeError:
         (system_error(errno.ENOENT, "/x/bin/cuobjdump"), "Triton's cuobjdump cannot be run"),
         (of_c_compiler(), "no C compiler: install gcc or clang, or set CC"),
         (RuntimeError("Cannot find ptxas"), "Triton's ptxas is missing"),
+        (RuntimeError("0 compatible backends for target (cuda) ([])."), "no backend .* reinstall triton"),
         (RuntimeError("can't start new thread"), "no thread can be started"),
         (subprocess.CalledProcessError(1, ["/usr/bin/gcc", "x.c"]), "C compiler /usr/bin/gcc failed"),
         (subprocess.CalledProcessError(-9, ["/x/ptxas", "x.ptx"]), "ptxas was killed .signal 9."),
