@@ -1,6 +1,6 @@
 """Finds families by name, and the versions of their templates.
 
-Every folder here with a `family.py` is a family. Records of another version must be verified again.
+Every folder here with a `kernel.py.jinja` is a family. Records of another version must be verified again.
 """
 
 import functools
@@ -11,6 +11,7 @@ from importlib import resources
 
 from flashtune.core.canonical_source import canonical_template
 from flashtune.core.errors import TableError, nearest, quoted
+from flashtune.core.machine import machine_errors
 from flashtune.templates.family import Family
 
 PACKAGE = "flashtune.templates"
@@ -24,11 +25,12 @@ def family_names() -> tuple[str, ...]:
     """Returns the names of all families, without importing them.
 
     Raises:
-        OSError: The folder cannot be listed.
+        MachineError: The folder cannot be listed.
     """
     # pkgutil.iter_modules returns nothing if the folder cannot be listed.
-    folders = resources.files(PACKAGE).iterdir()
-    return tuple(sorted(folder.name for folder in folders if folder.joinpath("family.py").is_file()))
+    with machine_errors():
+        folders = [*resources.files(PACKAGE).iterdir()]
+    return tuple(sorted(folder.name for folder in folders if folder.joinpath(TEMPLATE).is_file()))
 
 
 @functools.cache

@@ -62,7 +62,7 @@ class Driver:
         try:
             self.library = library or ctypes.CDLL(LIBRARY)
         except OSError as error:
-            raise MachineError(f"CUDA's driver library {LIBRARY} did not load: install a driver") from error
+            raise MachineError(f"CUDA's driver library did not load ({error}): install a driver") from error
         version = c_int()
         self.check(self.library.cuDriverGetVersion(byref(version)), "its version")
         self.version = version.value

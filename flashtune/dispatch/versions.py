@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from flashtune.core import VERSION
-from flashtune.core.machine import NOT_INSTALLED, ptxas_version, torch_version, triton_version
+from flashtune.core.machine import NOT_INSTALLED, machine_errors, ptxas_version, torch_version, triton_version
 from flashtune.core.record import Versions
 from flashtune.templates.registry import template_hash
 
@@ -26,7 +26,8 @@ def current_versions(family_name: str, driver: str | None = None) -> Versions:
 
 def driver_version() -> str:
     """Returns the version of the GPU driver, or `none` without one."""
-    try:
-        return NVIDIA_DRIVER.read_text(encoding="ascii").strip()
-    except OSError:
-        return NO_DRIVER
+    with machine_errors():
+        try:
+            return NVIDIA_DRIVER.read_text(encoding="ascii").strip()
+        except (FileNotFoundError, NotADirectoryError, PermissionError):
+            return NO_DRIVER

@@ -74,23 +74,25 @@ class SelfChecks:
         from flashtune.db.light.reader import open_reader
 
         key = (kernel.digest, target.name)
-        if key not in self._verdicts:
+        try:
+            verdict = self._verdicts[key]
+        except KeyError:
             here = current_versions(kernel.family)
             reader = open_reader()
             # A failure on this machine overrides a pass on another one.
             if check := reader and reader.remembered(kernel.digest, target.name, here):
-                keep(self._verdicts, key, check.verdict)
+                verdict = check.verdict
             elif (kernel.digest, here.makers) in self._shipped_receipts(target.name):
-                keep(self._verdicts, key, None)
+                verdict = None
             else:
                 return None
-        verdict = self._verdicts[key]
+            keep(self._verdicts, key, verdict)
         return verdict is None or verdict.passed
 
     def failed_comparison(self, kernel: Kernel, target: Target) -> str:
         """Returns the first failed comparison of a kernel that `passes` refused, with its error."""
         verdict = self._verdicts.get((kernel.digest, target.name))
-        return verdict.failed if verdict else ""
+        return verdict.failed if verdict and verdict.failed else "the comparison is not known"
 
     def _shipped_receipts(self, target_name: str) -> frozenset[tuple[str, tuple[str, ...]]]:
         from flashtune.db.table import shipped_table

@@ -1,22 +1,55 @@
-"""Tests of the names of families."""
+"""Tests of the names of families, and of limits of open files."""
 
+import contextlib
 import resource
+import shutil
+from collections.abc import Iterator
+from importlib import resources
+from pathlib import Path
 
 import pytest
 
-from flashtune.templates.registry import families, family_names
+import flashtune.templates
+from flashtune.core.errors import MachineError
+from flashtune.dispatch import versions
+from flashtune.templates import registry
+from flashtune.templates.registry import TEMPLATE, family_names
 
 
-def test_families_have_the_names_of_their_folders() -> None:
-    assert family_names() == tuple(family.name for family in families())
+@contextlib.contextmanager
+def no_more_files() -> Iterator[None]:
+    """Open files stay open, and no file can be opened."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_folders_with_a_template_are_families(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Programs without sources have compiled modules.
+    folder = tmp_path / "templates"
+    shutil.copytree(next(iter(flashtune.templates.__path__)), folder, ignore=lambda *_: ["family.py"])
+    monkeypatch.setattr(resources, "files", lambda _: folder)
+    names = family_names.__wrapped__()
+    assert {"forward_q_outer", "backward_hopper"} < set(names)
+    assert "common" not in names
+    assert all((folder / name / TEMPLATE).is_file() for name in names)
 
 
 def test_a_folder_that_cannot_be_listed_is_an_error() -> None:
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # Open files stay open, and no file can be opened.
-    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
-    try:
-        with pytest.raises(OSError, match="Too many open files"):
-            family_names.__wrapped__()
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    with no_more_files(), pytest.raises(MachineError, match="too many files are open"):
+        registry.family_names.__wrapped__()
+
+
+def test_a_driver_whose_version_cannot_be_read_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version = tmp_path / "version"
+    monkeypatch.setattr(versions, "NVIDIA_DRIVER", version)
+    assert versions.driver_version() == "none"
+    version.write_text("580.159.04\n")
+    assert versions.driver_version() == "580.159.04"
+    with no_more_files(), pytest.raises(MachineError, match="too many files are open"):
+        versions.driver_version()

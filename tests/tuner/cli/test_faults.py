@@ -5,6 +5,7 @@ Faults of the environment are stored of no candidate, so the same command ends w
 """
 
 import contextlib
+import errno
 import os
 import re
 import resource
@@ -18,6 +19,8 @@ import pytest
 
 from flashtune.core.record import Outcome
 from flashtune.db.store import open_store
+from flashtune.templates import registry
+from flashtune.tuner.cli import main
 from tests.support.full_disk import small_disk
 
 SHAPE = "heads=1,seqlen=64,head_dim=16,dtype=fp16"
@@ -177,3 +180,18 @@ def test_killed_and_unrunnable_ptxas(setup: Place) -> None:
     )
     tool.chmod(0o755)
     setup.refused(rf"ptxas was killed \(signal 9\).*; {GOES_ON}", {"TRITON_PTXAS_PATH": str(tool)})
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
+def test_exhausted_resource_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int
+) -> None:
+    def fail() -> None:
+        raise OSError(number, os.strerror(number), "templates")
+
+    monkeypatch.setattr(registry, "family_names", fail)
+    with pytest.raises(SystemExit, match="1"):
+        main(["sram-audit"])
+    said = capsys.readouterr().err
+    assert re.fullmatch(r"flashtune: (too many files are open|memory ran out).*\n", said, re.DOTALL), said
+    assert "Traceback" not in said
