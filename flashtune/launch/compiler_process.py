@@ -16,6 +16,7 @@ import msgspec
 from flashtune.core.decoders import json_decoder
 from flashtune.core.errors import KernelError
 from flashtune.core.kernel import Kernel, Specialization
+from flashtune.core.machine import TRITON_CACHE, triton_folder
 from flashtune.core.problem import Problem
 from flashtune.core.record import Record
 from flashtune.core.target import Target
@@ -36,6 +37,7 @@ class Work(msgspec.Struct, frozen=True):
     config: msgspec.Raw
     specialization: Specialization
     target: Target
+    cache: str  # Triton's cache. torch.compile may change its path after the process started.
 
 
 class CompilerProcess:
@@ -58,7 +60,8 @@ class CompilerProcess:
         if kernel is not None and all(is_compiled(part, target) for part in kernel.parts):
             return kernel
         config = msgspec.Raw(msgspec.json.encode(record.config))
-        work = Work(record.family, record.problem, config, specialization, target)
+        cache = str(triton_folder())
+        work = Work(record.family, record.problem, config, specialization, target, cache)
         # A pipe that `close` or `kill` has closed raises a ValueError.
         with contextlib.suppress(OSError, ValueError, msgspec.MsgspecError):
             answer = self._ask(msgspec.json.encode(work) + b"\n")
@@ -120,6 +123,7 @@ def _serve(requests: IO[bytes], answers: IO[bytes]) -> None:
     decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(Work)
     for line in requests:
         work = decoder.decode(line)
+        os.environ[TRITON_CACHE] = work.cache
         family = find_family(work.family)
         config = msgspec.json.decode(work.config, type=family.config_type)
         kernel = render(family, work.problem, config, work.specialization)

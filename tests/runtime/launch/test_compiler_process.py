@@ -61,6 +61,10 @@ def test_a_kernel_comes_from_another_process(
     loader.compile_apart(compiler, record, NEEDED, TARGET)
     assert [*loader.rendered.values()] == [want]
     assert is_compiled(want, TARGET)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "another"))  # as torch.compile does
+    assert not is_compiled(want, TARGET)
+    loader.compile_apart(compiler, record, NEEDED, TARGET)
+    assert is_compiled(want, TARGET)
     compiler._ask = None  # type: ignore[assignment, method-assign]
     loader.compile_apart(compiler, record, NEEDED, TARGET)  # sends nothing to the process
     process = compiler._process
