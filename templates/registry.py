@@ -29,8 +29,8 @@ def family_names() -> tuple[str, ...]:
     """
     # pkgutil.iter_modules returns nothing if the folder cannot be listed.
     with machine_errors():
-        folders = [*resources.files(PACKAGE).iterdir()]
-    return tuple(sorted(folder.name for folder in folders if folder.joinpath(TEMPLATE).is_file()))
+        folders = [path for path in resources.files(PACKAGE).iterdir() if not path.name.startswith("_")]
+        return tuple(sorted(folder.name for folder in folders if folder.joinpath(TEMPLATE).is_file()))
 
 
 @functools.cache

@@ -64,7 +64,6 @@ TRITON_VERSION = re.compile(r"^__version__ = ['\"](.+)['\"]$", re.MULTILINE)
 PTXAS_RELEASE = re.compile(r"release (\d+\.\d+)")
 # Variables of Triton that change the machine code of a kernel, even the one that removes line information.
 CODE_VARIABLES = ("DISABLE_LLVM_OPT", "DISABLE_PTXAS_OPT", "PTXAS_OPTIONS", "TRITON_DISABLE_LINE_INFO")
-# torch.compile sets this variable to the ptxas of torch's wheel, unless it is set.
 PTXAS_PATH = "TRITON_PTXAS_PATH"
 
 
@@ -403,18 +402,29 @@ def triton_version() -> str:
 
 
 @functools.cache
+def fix_ptxas() -> None:
+    """Sets `TRITON_PTXAS_PATH` to Triton's ptxas, unless it is set.
+
+    torch.compile would set it to the ptxas of torch's wheel, perhaps between two kernels of this process.
+    """
+    spec = importlib.util.find_spec("triton")
+    for folder in (spec and spec.submodule_search_locations) or ():
+        path = f"{folder}/backends/nvidia/bin/ptxas"
+        if os.access(path, os.X_OK):
+            os.environ.setdefault(PTXAS_PATH, path)
+
+
+@functools.cache
 def ptxas_version() -> str:
     """Returns the version of the ptxas that Triton runs for Hopper, without importing Triton.
 
     Variables that change its machine code are part of the version, so that no receipt covers that code.
-    Returns `none` if there is no such program. Sets `TRITON_PTXAS_PATH` if it is unset, so that this process
-    and its workers go on with this ptxas.
+    Returns `none` if there is no such program. Calls `fix_ptxas`.
     """
+    fix_ptxas()
     changes = [f" {name}={value}" for name in CODE_VARIABLES if (value := variable(name))]
     spec = importlib.util.find_spec("triton")
     folders = (spec and spec.submodule_search_locations) or ()
-    for folder in folders:
-        os.environ.setdefault(PTXAS_PATH, f"{folder}/backends/nvidia/bin/ptxas")
     # From 3.9 on, Triton compiles for Hopper by the program that was for newer GPUs alone.
     is_newer = tuple(map(int, re.findall(r"\d+", triton_version())[:2])) >= (3, 9)
     program = "ptxas-blackwell" if is_newer else "ptxas"

@@ -14,14 +14,15 @@ NO_DRIVER = NOT_INSTALLED
 
 def current_versions(family_name: str, driver: str | None = None) -> Versions:
     """Returns the installed versions for a record of this family, with another machine's driver if named."""
-    return Versions(
-        flashtune=VERSION,
-        template=template_hash(family_name),
-        torch=torch_version(),
-        triton=triton_version(),
-        ptxas=ptxas_version(),
-        driver=driver or driver_version(),
-    )
+    with machine_errors():
+        return Versions(
+            flashtune=VERSION,
+            template=template_hash(family_name),
+            torch=torch_version(),
+            triton=triton_version(),
+            ptxas=ptxas_version(),
+            driver=driver or driver_version(),
+        )
 
 
 def driver_version() -> str:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from flashtune.core.errors import KernelError, MachineError
 from flashtune.core.files import read_own, replace_file
 from flashtune.core.locks import ModuleLock
-from flashtune.core.machine import KERNELS, cache_folder, machine_errors, ptxas_version, unwritable
+from flashtune.core.machine import KERNELS, cache_folder, fix_ptxas, machine_errors, unwritable
 
 if TYPE_CHECKING:
     from triton.compiler import ASTSource, CompiledKernel
@@ -149,7 +149,8 @@ def compile_source(source: ASTSource, target: Target, options: dict[str, Any]) -
     """Returns the binary of Triton's source for a target, from Triton's cache if possible."""
     import triton
 
-    if target.is_nvidia:
+    # Without a backend, Triton raises an error that names it.
+    if target.is_nvidia and "nvidia" in triton.backends.backends:
         _match_cache_keys(target.triton_target().arch)
     return triton.compile(source, target=target.triton_target(), options=options)
 
@@ -160,11 +161,12 @@ def _match_cache_keys(arch: int) -> None:
     Triton reads the version once, and the path of the program for each kernel. torch.compile may have set
     another path in between.
     """
-    from triton.backends.nvidia.compiler import get_ptxas, get_ptxas_version
+    from triton.backends.nvidia.compiler import get_features, get_ptxas, get_ptxas_version
 
-    ptxas_version()  # The first call keeps torch.compile from setting the path later.
+    fix_ptxas()
     if f"release {get_ptxas(arch).version}," not in get_ptxas_version(arch):
         get_ptxas_version.cache_clear()
+        get_features.cache_clear()
 
 
 def _origin(error: BaseException) -> BaseException:

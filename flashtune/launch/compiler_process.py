@@ -60,7 +60,7 @@ class CompilerProcess:
         if kernel is not None and all(is_compiled(part, target) for part in kernel.parts):
             return kernel
         config = msgspec.Raw(msgspec.json.encode(record.config))
-        cache = str(triton_folder())
+        cache = str(triton_folder().absolute())
         work = Work(record.family, record.problem, config, specialization, target, cache)
         # A pipe that `close` or `kill` has closed raises a ValueError.
         with contextlib.suppress(OSError, ValueError, msgspec.MsgspecError):

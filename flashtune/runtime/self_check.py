@@ -58,13 +58,12 @@ class SelfChecks:
         """
         self._check, self._preload = check, preload
         self._folder = folder
-        # Verdicts that this process computed or read, by (digest, target's name). None is a pass for the
-        # shipped table.
-        self._verdicts: dict[tuple[str, str], Verdict | None] = {}
+        # Verdicts that this process computed or read, by (digest, target's name).
+        self._verdicts: dict[tuple[str, str], Verdict] = {}
         # Kinds of checks whose modules and CUDA kernels this process has preloaded.
         self._preloaded: dict[tuple[Direction, Dtype, frozenset[Feature]], bool] = {}
-        # The digests and versions of the kernels that were verified for the shipped table, by target's name.
-        self._receipts: dict[str, frozenset[tuple[str, tuple[str, ...]]]] = {}
+        # The verdicts of the shipped table on kernels, by target's name, then by (digest, versions).
+        self._receipts: dict[str, dict[tuple[str, tuple[str, ...]], Verdict]] = {}
 
     def known_verdict(self, kernel: Kernel, target: Target) -> bool | None:
         """Returns whether a kernel passed its self-check here, or verification for the shipped table.
@@ -74,34 +73,33 @@ class SelfChecks:
         from flashtune.db.light.reader import open_reader
 
         key = (kernel.digest, target.name)
-        try:
-            verdict = self._verdicts[key]
-        except KeyError:
+        verdict = self._verdicts.get(key)
+        if verdict is None:
             here = current_versions(kernel.family)
             reader = open_reader()
+            check = reader.remembered(kernel.digest, target.name, here) if reader else None
             # A failure on this machine overrides a pass on another one.
-            if check := reader and reader.remembered(kernel.digest, target.name, here):
-                verdict = check.verdict
-            elif (kernel.digest, here.makers) in self._shipped_receipts(target.name):
-                verdict = None
-            else:
+            shipped = self._shipped_receipts(target.name)
+            verdict = check.verdict if check else shipped.get((kernel.digest, here.makers))
+            if verdict is None:
                 return None
             keep(self._verdicts, key, verdict)
-        return verdict is None or verdict.passed
+        return verdict.passed
 
     def failed_comparison(self, kernel: Kernel, target: Target) -> str:
         """Returns the first failed comparison of a kernel that `passes` refused, with its error."""
         verdict = self._verdicts.get((kernel.digest, target.name))
         return verdict.failed if verdict and verdict.failed else "the comparison is not known"
 
-    def _shipped_receipts(self, target_name: str) -> frozenset[tuple[str, tuple[str, ...]]]:
+    def _shipped_receipts(self, target_name: str) -> dict[tuple[str, tuple[str, ...]], Verdict]:
         from flashtune.db.table import shipped_table
 
         if target_name not in self._receipts:
             table = shipped_table(target_name)
-            receipts = table.receipts if table else ()
-            pairs = frozenset((receipt.digest, receipt.versions.makers) for receipt in receipts)
-            keep(self._receipts, target_name, pairs)
+            verdicts: dict[tuple[str, tuple[str, ...]], Verdict] = {}
+            for receipt in table.receipts if table else ():
+                verdicts[receipt.digest, receipt.versions.makers] = receipt.verdict
+            keep(self._receipts, target_name, verdicts)
         return self._receipts[target_name]
 
     def known_seconds(self, kernel: Kernel, target: Target) -> float | None:

@@ -51,5 +51,6 @@ def test_a_driver_whose_version_cannot_be_read_is_an_error(
     assert versions.driver_version() == "none"
     version.write_text("580.159.04\n")
     assert versions.driver_version() == "580.159.04"
+    versions.current_versions("forward_q_outer")
     with no_more_files(), pytest.raises(MachineError, match="too many files are open"):
-        versions.driver_version()
+        versions.current_versions("forward_q_outer")

@@ -226,6 +226,8 @@ def choices(
     def chosen(problem: Problem, assumed: Specialization) -> Record | str:
         try:
             return select(problem, target, tables, assumed, generated=True).record
+        except MachineError:
+            raise
         except FlashtuneError as error:
             return str(error)
 

@@ -8,7 +8,7 @@ import msgspec
 import torch
 
 from flashtune.core.canonical import normal_form, rounded_extents
-from flashtune.core.errors import FlashtuneError, KernelError, VerificationError
+from flashtune.core.errors import FlashtuneError, KernelError, MachineError, VerificationError
 from flashtune.core.kernel import Kernel, Specialization
 from flashtune.core.problem import Bias, Direction, Problem
 from flashtune.core.record import Outcome, Selection
@@ -108,6 +108,8 @@ def needs_of(calls: Iterable[Call], target: Target, tables: Tables, bundles: Bun
                 kernel, where = bundled_kernel(located.entry, record, specialization), located.bundle.where
             else:
                 kernel, where = kernel_of(record, specialization), ""
+        except MachineError:
+            raise
         except FlashtuneError as error:
             left_out.append(str(error))
             continue

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from flashtune.core.errors import FlashtuneError
+from flashtune.core.errors import FlashtuneError, MachineError
 from flashtune.core.kernel import Kernel
 from flashtune.core.problem import Dtype
 from flashtune.core.record import Provenance, Record
@@ -205,6 +205,8 @@ def _subject(record: Record) -> Subject | str:
             return refused
         kernel = render(find_family(record.family), record.problem, record.config, record.specialization)
         return Subject(record, target, kernel)
+    except MachineError:
+        raise
     except FlashtuneError as error:
         return str(error)
 

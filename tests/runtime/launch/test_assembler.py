@@ -5,28 +5,41 @@ from pathlib import Path
 
 import pytest
 import torch
+import triton
 from triton.backends.nvidia.compiler import get_ptxas, get_ptxas_version
 
 from flashtune.core import machine
-from flashtune.core.machine import PTXAS_PATH, ptxas_version
+from flashtune.core.errors import MachineError
+from flashtune.core.machine import PTXAS_PATH, fix_ptxas
 from flashtune.core.target import find_target
 from flashtune.launch.tail_kernel import compile_clear
 
 
-def test_reading_the_version_of_ptxas_fixes_its_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    for path, kept in ((None, get_ptxas(80).path), ("of a user", "of a user")):
-        monkeypatch.setenv(PTXAS_PATH, path or "")
-        if path is None:
-            monkeypatch.delenv(PTXAS_PATH)
-        machine.ptxas_version.__wrapped__()
-        assert os.environ[PTXAS_PATH] == kept
+def test_path_of_ptxas_is_set_unless_it_is_set_or_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PTXAS_PATH, "of a user")
+    machine.fix_ptxas.__wrapped__()
+    assert os.environ[PTXAS_PATH] == "of a user"
+    monkeypatch.delenv(PTXAS_PATH)
+    machine.fix_ptxas.__wrapped__()
+    assert os.environ[PTXAS_PATH] == get_ptxas(80).path
+    monkeypatch.delenv(PTXAS_PATH)
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    machine.fix_ptxas.__wrapped__()
+    assert PTXAS_PATH not in os.environ
+
+
+def test_a_triton_without_a_backend_is_a_fault_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton.backends, "backends", {})
+    monkeypatch.setattr(triton.compiler.compiler, "backends", {})
+    with pytest.raises(MachineError, match="no backend for this GPU"):
+        compile_clear(torch.float16, find_target("h200"))
 
 
 @pytest.mark.parametrize("target", ["h200", "a100"])
 def test_kernels_have_the_ptxas_of_their_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str
 ) -> None:
-    ptxas_version()
+    fix_ptxas()
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     arch = find_target(target).triton_target().arch
     # As if Triton had compiled a kernel before the path changed.
