@@ -49,7 +49,7 @@ ADDED_DIRECTLY = {
     "runtime/backward_executors.py self._launches": "cleared at MAX_LAUNCHES",
 }
 FUNCTIONS = {
-    "core/machine.py fix_ptxas": "sets a variable of the environment once",
+    "core/machine.py set_ptxas_path": "sets a variable of the environment once",
     "core/machine.py ptxas_version": "the version that a program prints",
     "core/constant_tensors.py constants": "CUDA graphs may read the tensors",
     "dispatch/forecast.py _span": "a function of its arguments, a third of a selection's time",

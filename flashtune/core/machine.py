@@ -65,6 +65,8 @@ PTXAS_RELEASE = re.compile(r"release (\d+\.\d+)")
 # Variables of Triton that change the machine code of a kernel, even the one that removes line information.
 CODE_VARIABLES = ("DISABLE_LLVM_OPT", "DISABLE_PTXAS_OPT", "PTXAS_OPTIONS", "TRITON_DISABLE_LINE_INFO")
 PTXAS_PATH = "TRITON_PTXAS_PATH"
+# Triton's folder of NVIDIA's programs.
+TOOLS = "backends/nvidia/bin"
 
 
 def machine_fault(error: BaseException) -> str | None:
@@ -283,7 +285,7 @@ def _fault(error: BaseException) -> str | None:
     if isinstance(error, RuntimeError) and text.startswith("Cannot find ptxas"):
         return f"Triton's ptxas is missing or does not run: reinstall triton, or unset {PTXAS_PATH}"
     if isinstance(error, RuntimeError) and text.startswith("0 compatible backends"):
-        return "Triton found no backend for this GPU: reinstall triton, or raise the limit `ulimit -n`"
+        return "Triton found no backend for this GPU: reinstall triton, or raise the limit (`ulimit -n`)"
     if isinstance(error, RuntimeError) and "can't start new thread" in text:
         return f"no thread can be started for want of memory or of processes (`ulimit -u`): {FREE_MEMORY}"
     return None
@@ -402,16 +404,14 @@ def triton_version() -> str:
 
 
 @functools.cache
-def fix_ptxas() -> None:
+def set_ptxas_path() -> None:
     """Sets `TRITON_PTXAS_PATH` to Triton's ptxas, unless it is set.
 
-    torch.compile would set it to the ptxas of torch's wheel, perhaps between two kernels of this process.
+    torch.compile also sets an unset path, to the ptxas of torch's wheel. It may do so between two kernels.
     """
-    spec = importlib.util.find_spec("triton")
-    for folder in (spec and spec.submodule_search_locations) or ():
-        path = f"{folder}/backends/nvidia/bin/ptxas"
+    for path in _files("triton", f"{TOOLS}/ptxas"):
         if os.access(path, os.X_OK):
-            os.environ.setdefault(PTXAS_PATH, path)
+            os.environ.setdefault(PTXAS_PATH, str(path))
 
 
 @functools.cache
@@ -419,17 +419,15 @@ def ptxas_version() -> str:
     """Returns the version of the ptxas that Triton runs for Hopper, without importing Triton.
 
     Variables that change its machine code are part of the version, so that no receipt covers that code.
-    Returns `none` if there is no such program. Calls `fix_ptxas`.
+    Returns `none` if there is no such program. Sets the path of ptxas, as `set_ptxas_path` does.
     """
-    fix_ptxas()
+    set_ptxas_path()
     changes = [f" {name}={value}" for name in CODE_VARIABLES if (value := variable(name))]
-    spec = importlib.util.find_spec("triton")
-    folders = (spec and spec.submodule_search_locations) or ()
     # From 3.9 on, Triton compiles for Hopper by the program that was for newer GPUs alone.
     is_newer = tuple(map(int, re.findall(r"\d+", triton_version())[:2])) >= (3, 9)
     program = "ptxas-blackwell" if is_newer else "ptxas"
     named = filter(None, [os.environ.get(f"TRITON_{program.replace('-', '_').upper()}_PATH")])
-    for path in (*named, *(f"{folder}/backends/nvidia/bin/{program}" for folder in folders)):
+    for path in (*named, *map(str, _files("triton", f"{TOOLS}/{program}"))):
         with machine_errors(), contextlib.suppress(FileNotFoundError, subprocess.CalledProcessError):
             said = subprocess.check_output([path, "--version"], stderr=subprocess.STDOUT, text=True)
             stated = PTXAS_RELEASE.search(said)

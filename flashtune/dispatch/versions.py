@@ -27,8 +27,7 @@ def current_versions(family_name: str, driver: str | None = None) -> Versions:
 
 def driver_version() -> str:
     """Returns the version of the GPU driver, or `none` without one."""
-    with machine_errors():
-        try:
-            return NVIDIA_DRIVER.read_text(encoding="ascii").strip()
-        except (FileNotFoundError, NotADirectoryError, PermissionError):
-            return NO_DRIVER
+    try:
+        return NVIDIA_DRIVER.read_text(encoding="ascii").strip()
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return NO_DRIVER

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from flashtune.core.errors import KernelError, MachineError
 from flashtune.core.files import read_own, replace_file
 from flashtune.core.locks import ModuleLock
-from flashtune.core.machine import KERNELS, cache_folder, fix_ptxas, machine_errors, unwritable
+from flashtune.core.machine import KERNELS, cache_folder, machine_errors, set_ptxas_path, unwritable
 
 if TYPE_CHECKING:
     from triton.compiler import ASTSource, CompiledKernel
@@ -149,7 +149,7 @@ def compile_source(source: ASTSource, target: Target, options: dict[str, Any]) -
     """Returns the binary of Triton's source for a target, from Triton's cache if possible."""
     import triton
 
-    # Without a backend, Triton raises an error that names it.
+    # Without this backend, the compilation raises Triton's error.
     if target.is_nvidia and "nvidia" in triton.backends.backends:
         _match_cache_keys(target.triton_target().arch)
     return triton.compile(source, target=target.triton_target(), options=options)
@@ -163,7 +163,7 @@ def _match_cache_keys(arch: int) -> None:
     """
     from triton.backends.nvidia.compiler import get_features, get_ptxas, get_ptxas_version
 
-    fix_ptxas()
+    set_ptxas_path()
     if f"release {get_ptxas(arch).version}," not in get_ptxas_version(arch):
         get_ptxas_version.cache_clear()
         get_features.cache_clear()

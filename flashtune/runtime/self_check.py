@@ -79,8 +79,10 @@ class SelfChecks:
             reader = open_reader()
             check = reader.remembered(kernel.digest, target.name, here) if reader else None
             # A failure on this machine overrides a pass on another one.
-            shipped = self._shipped_receipts(target.name)
-            verdict = check.verdict if check else shipped.get((kernel.digest, here.makers))
+            if check:
+                verdict = check.verdict
+            else:
+                verdict = self._shipped_receipts(target.name).get((kernel.digest, here.makers))
             if verdict is None:
                 return None
             keep(self._verdicts, key, verdict)

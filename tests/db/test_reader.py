@@ -204,6 +204,5 @@ def test_a_check_counts_under_versions_that_run_the_kernel_alike(path: Path) -> 
         ({"triton": "99.0"}, None),
         ({"template": "f" * 32}, None),
     ):
-        assert (
-            passed_check(reader, "a" * 32, TARGET, msgspec.structs.replace(stored, **change)) is expected
-        ), change
+        here = msgspec.structs.replace(stored, **change)
+        assert passed_check(reader, "a" * 32, TARGET, here) is expected, change

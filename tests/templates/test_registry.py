@@ -43,14 +43,14 @@ def test_a_folder_that_cannot_be_listed_is_an_error() -> None:
         registry.family_names.__wrapped__()
 
 
-def test_a_driver_whose_version_cannot_be_read_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_version_that_cannot_be_read_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     version = tmp_path / "version"
     monkeypatch.setattr(versions, "NVIDIA_DRIVER", version)
     assert versions.driver_version() == "none"
     version.write_text("580.159.04\n")
     assert versions.driver_version() == "580.159.04"
+    with no_more_files(), pytest.raises(OSError, match="Too many open files"):
+        versions.driver_version()
     versions.current_versions("forward_q_outer")
     with no_more_files(), pytest.raises(MachineError, match="too many files are open"):
         versions.current_versions("forward_q_outer")

@@ -25,7 +25,7 @@ from flashtune.core.errors import FlashtuneError, MachineError, nearest, quoted
 INTERRUPTED = 128
 # Errors of an open file that cannot be written: a full disk or quota, a file over its limit, a broken device.
 UNWRITABLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
-# Any use of a file may meet these.
+# A limit of the machine is met, whichever file is opened.
 EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 
 # Sections of the list of commands, with names and one line of help each. Command NAME is the attribute
@@ -148,8 +148,8 @@ class CommandGroup(click.Group):
         except (MemoryError, ImportError, RuntimeError, OSError) as error:
             from flashtune.core.machine import machine_fault
 
-            known = not isinstance(error, OSError) or error.errno in EXHAUSTED
-            fault = machine_fault(error) if known else None
+            is_of_a_file = isinstance(error, OSError) and error.errno not in EXHAUSTED
+            fault = None if is_of_a_file else machine_fault(error)
             if fault is None:
                 raise
             raise Failure(MachineError(fault)) from error

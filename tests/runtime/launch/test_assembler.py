@@ -10,21 +10,21 @@ from triton.backends.nvidia.compiler import get_ptxas, get_ptxas_version
 
 from flashtune.core import machine
 from flashtune.core.errors import MachineError
-from flashtune.core.machine import PTXAS_PATH, fix_ptxas
+from flashtune.core.machine import PTXAS_PATH, set_ptxas_path
 from flashtune.core.target import find_target
 from flashtune.launch.tail_kernel import compile_clear
 
 
 def test_path_of_ptxas_is_set_unless_it_is_set_or_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PTXAS_PATH, "of a user")
-    machine.fix_ptxas.__wrapped__()
+    machine.set_ptxas_path.__wrapped__()
     assert os.environ[PTXAS_PATH] == "of a user"
     monkeypatch.delenv(PTXAS_PATH)
-    machine.fix_ptxas.__wrapped__()
+    machine.set_ptxas_path.__wrapped__()
     assert os.environ[PTXAS_PATH] == get_ptxas(80).path
     monkeypatch.delenv(PTXAS_PATH)
     monkeypatch.setattr(os, "access", lambda *_: False)
-    machine.fix_ptxas.__wrapped__()
+    machine.set_ptxas_path.__wrapped__()
     assert PTXAS_PATH not in os.environ
 
 
@@ -39,7 +39,7 @@ def test_a_triton_without_a_backend_is_a_fault_of_the_machine(monkeypatch: pytes
 def test_kernels_have_the_ptxas_of_their_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str
 ) -> None:
-    fix_ptxas()
+    set_ptxas_path()
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     arch = find_target(target).triton_target().arch
     # As if Triton had compiled a kernel before the path changed.
